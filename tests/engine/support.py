@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
+from lightning_zero.engine.whole import state_dicts
 from lightning_zero.ranks import watchdog
 from tests.models import TOKENS as TOKENS
 from tests.models import VOCABULARY as VOCABULARY
@@ -139,7 +140,7 @@ class Twin:
         for param in self.module.parameters():
             dist.broadcast(param.data, 0)
         self.grads: dict[nn.Parameter, Tensor] = {}
-        self.synchronize, self.accumulates = True, False
+        self.precision, self.synchronize, self.accumulates = precision, True, False
         self._each = each
         self._local: dict[nn.Parameter, Tensor] = {}
         self._reduce_dtype = {"bf16": torch.float32, "fp16": torch.float32, **TRUE}.get(precision)
@@ -249,6 +250,11 @@ class Sharded:
         self.engine.add_optimizer(self.optimizer)
         self._plain = plain
 
+    @property
+    def precision(self) -> str:
+        name = self.engine.config.precision.name
+        return "fp32" if name is None else name.name
+
     def __enter__(self) -> Sharded:
         return self
 
@@ -277,6 +283,28 @@ class Sharded:
 
 Side = Twin | Sharded
 Work = Callable[[Side, int], Any]
+
+
+def step_and_clear(*sides: Side) -> None:
+    for side in sides:
+        side.step()
+        side.zero_grad()
+
+
+def beside_twin(
+    module: nn.Module | None = None,
+    *,
+    stage: int = 3,
+    precision: str = "fp32",
+    optimizer: MakeOptimizer = adamw,
+    **config: Any,
+) -> tuple[Sharded, Twin]:
+    """``module`` (or a :class:`Model`) sharded, and its twin."""
+    if module is None:
+        torch.manual_seed(3)
+        module = Model()
+    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
+    return Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config), twin
 
 
 def _lower(module: nn.Module, precision: str, *, shaped: bool) -> dict[nn.Parameter, Master]:
@@ -415,7 +443,7 @@ def check(
                 build(), stage=at, plain=notices, precision=precision, optimizer=optimizer, **copy.deepcopy(config)
             )
             with sharded:
-                _assert_history(sharded, work, expected[each], precision=precision, tolerance=tolerance)
+                _assert_history(sharded, work, expected[each], tolerance)
         except BaseException as error:
             error.add_note(f"at stage {at}, where backwards are {'noticed' if notices else 'told'}")
             raise
@@ -433,37 +461,33 @@ def _ways(stages: Sequence[int], plain: Sequence[bool]) -> Iterator[tuple[int, b
 
 
 def _twin_history(
-    build: Callable[[], nn.Module], work: Work, steps: int, *, precision: str, **settings: Any
+    build: Callable[[], nn.Module], work: Work, steps: int, **settings: Any
 ) -> tuple[list[tuple[Any, Seen, Seen]], bool]:
     """Of each step of a twin the result, what there is after its work, and after the optimizer's step.
 
     Beside it: whether there was a backward in ``no_sync``, whose gradients stages average in different ways.
     """
     torch.default_generator.manual_seed(3)
-    twin = Twin(build(), precision=precision, **settings)
+    twin = Twin(build(), **settings)
     found = []
     for step in range(steps):
-        with autocast(precision):
+        with autocast(twin.precision):
             result = work(twin, step)
         result = result.detach().clone() if isinstance(result, Tensor) else result
         worked = Seen(twin, copied=True)
-        twin.step()
-        twin.zero_grad()
+        step_and_clear(twin)
         found.append((result, worked, Seen(twin, copied=True)))
     return found, twin.accumulates
 
 
-def _assert_history(
-    sharded: Sharded, work: Work, expected: Sequence[tuple[Any, Seen, Seen]], *, precision: str, tolerance: float
-) -> None:
+def _assert_history(sharded: Sharded, work: Work, expected: Sequence[tuple[Any, Seen, Seen]], tolerance: float) -> None:
     for step, (result, worked, stepped) in enumerate(expected):
-        with autocast(precision):
+        with autocast(sharded.precision):
             own = work(sharded, step)
         if isinstance(own, Tensor):
             _assert_equal(own.detach(), result, tolerance, f"step {step}: result")
         _assert_seen(sharded, worked, grads=True, tolerance=tolerance, what=f"step {step}, after backward: ")
-        sharded.step()
-        sharded.zero_grad()
+        step_and_clear(sharded)
         if step == len(expected) - 1:  # before, a gather would bring parameters that a step has left behind up to date
             _assert_seen(sharded, stepped, grads=False, tolerance=tolerance, what=f"step {step}, after the optimizer: ")
 
@@ -489,25 +513,35 @@ def language_work(side: Side, step: int) -> Tensor:
 
 def trained(steps: int = 1, **config: Any) -> tuple[Sharded, Twin]:
     """A sharded model and its twin after a few steps, and a backward whose gradients are still there."""
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, precision=config.get("precision", "fp32"), each=config.get("stage", 3) >= 2)
-    sharded = Sharded(module, **config)
+    sides = beside_twin(**config)
     for step in range(steps + 1):
-        for side in (sharded, twin):
-            with autocast(config.get("precision", "fp32")):
+        if step:
+            step_and_clear(*sides)
+        for side in sides:
+            with autocast(side.precision):
                 language_work(side, step)
-            if step < steps:
-                side.step()
-                side.zero_grad()
-    return sharded, twin
+    return sides
 
 
-def train(side: Side, steps: Iterable[int]) -> None:
+def train(side: Side, steps: Iterable[int], work: Work = language_work, *, clip: bool = False) -> list[Any]:
+    """What ``work`` gives in each step, and norms."""
+    found = []
     for step in steps:
-        language_work(side, step)
-        side.step()
-        side.zero_grad()
+        with autocast(side.precision):
+            result = work(side, step)
+        found.append(result.detach() if isinstance(result, Tensor) else result)
+        if clip:
+            found.append(side.clip(0.3))
+        step_and_clear(side)
+    return found
+
+
+def whole(side: Sharded) -> list[Any]:
+    """Parameters and optimizer state, on every rank."""
+    state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+    found: list[Any] = [(n, k, v) for n, entry in sorted(state["state"].items()) for k, v in sorted(entry.items())]
+    with lightning_zero.gather(side.module):
+        return found + [(name, p.detach().clone()) for name, p in side.module.named_parameters()]
 
 
 def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:
