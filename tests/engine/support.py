@@ -282,7 +282,7 @@ class Sharded:
 
 
 Side = Twin | Sharded
-Work = Callable[[Side, int], Any]
+Work = Callable[[Any, int], Any]
 
 
 def step_and_clear(*sides: Side) -> None:
@@ -496,13 +496,17 @@ def scope(side: Side, key: str = "train") -> Any:
     return side.engine.step_scope(key) if isinstance(side, Sharded) else contextlib.nullcontext()
 
 
-def mean_square(side: Side, step: int, *, width: int = WIDTH) -> Tensor:
-    """One forward and backward of a module that maps [rows, width] to anything."""
-    dtypes = {p.dtype for p in side.module.parameters() if p.is_floating_point()}
-    low = dtypes == {torch.bfloat16}
-    loss = side.module(floats(step, 4, width).to(torch.bfloat16 if low else torch.float32)).float().square().mean()
+def mean_square_of(side: Side, *args: Any) -> Tensor:
+    """One forward and backward."""
+    loss = side.module(*args).float().square().mean()
     side.backward(loss)
     return loss
+
+
+def mean_square(side: Side, step: int, *, width: int = WIDTH) -> Tensor:
+    """Of a module that maps [rows, width] to anything."""
+    dtypes = {p.dtype for p in side.module.parameters() if p.is_floating_point()}
+    return mean_square_of(side, floats(step, 4, width).to(torch.bfloat16 if dtypes == {torch.bfloat16} else None))
 
 
 def language_work(side: Side, step: int) -> Tensor:

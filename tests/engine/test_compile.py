@@ -22,9 +22,11 @@ from tests.engine.support import (
     accumulate,
     assert_same,
     autocast,
+    beside_twin,
     language_loss,
     pairwise_selection,
     sgd,
+    step_and_clear,
     tokens,
     train,
 )
@@ -68,7 +70,7 @@ FORMS: dict[str, Callable[..., None]] = {
     "blocks": _each_block,
     "forwards": _each_forward,
     "wrapped": _wrapped,
-    "root": lambda module, **settings: module.compile(**settings),
+    "root": nn.Module.compile,
 }
 
 
@@ -144,9 +146,7 @@ def _check(case: Case) -> None:
                 assert torch.equal(*(accumulate(side, step, 2) for side in (sharded, twin))), step
                 with torch.no_grad():
                     assert torch.equal(*(language_loss(side.module, tokens(step, 5)) for side in (sharded, twin)))
-            for side in (sharded, twin):
-                side.step()
-                side.zero_grad()
+            step_and_clear(sharded, twin)
             assert_same(sharded, twin, what=f"step {step}: ")
             found.append(len(COUNT.graphs))
         assert COUNT.blocks() == 2  # one for all blocks with gradients, and one without
@@ -170,14 +170,11 @@ def test_compiled_training_equals_the_plain_twin(case: Case) -> None:
 def test_graphs_with_a_backward_of_their_own(backend: str, stage: int, recompute: str) -> None:
     """A compiled backward reads weights that its forward has saved, after they were dropped in between."""
     torch._dynamo.reset()
-    torch.manual_seed(3)
-    module = Model(depth=3)
-    twin = Twin(module, optimizer=sgd)
+    compiled = {"name": "blocks", "arguments": {"backend": backend}}
+    sharded, twin = beside_twin(stage=stage, optimizer=sgd, compile=compiled, activation_checkpointing=recompute)
     for block in twin.module.blocks:
         block.compile(backend=backend)
-    compiled = {"name": "blocks", "arguments": {"backend": backend}}
-    config = {"stage": stage, "compile": compiled, "activation_checkpointing": recompute}
-    with Sharded(module, optimizer=sgd, **config) as sharded:
+    with sharded:
         for step in range(3):
             for side in (sharded, twin):
                 train(side, [step])

@@ -26,11 +26,14 @@ from tests.engine.support import (
     Twin,
     assert_equal,
     assert_same,
+    beside_twin,
     check,
     floats,
     mean_square,
+    mean_square_of,
     scope,
     sgd,
+    step_and_clear,
     tokens,
 )
 from tests.harness import on_ranks
@@ -50,8 +53,7 @@ def image(step: int) -> Tensor:
 
 
 def image_work(side: Side, step: int) -> Tensor:
-    side.backward(loss := side.module(image(step)).square().mean())
-    return loss
+    return mean_square_of(side, image(step))
 
 
 # -- containers, keywords, several times ------------------------------------------------------------------------------
@@ -102,8 +104,7 @@ def test_inputs_need_gradients_or_not_or_are_ignored(stages: tuple[int, ...]) ->
 
     def work(side: Side, step: int) -> Tensor:
         x = floats(step, 4, WIDTH).requires_grad_(step % 2 == 1)
-        loss = side.module(x).square().mean()
-        side.backward(loss)
+        loss = mean_square_of(side, x)
         return loss if x.grad is None else x.grad
 
     def gates(m: Any, x: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ def test_attention_that_reads_its_children_s_weights_trains(max_bytes: int) -> N
     def work(side: Side, step: int) -> Tensor:
         if isinstance(side, Sharded):
             assert len(side.engine.units) > 3
-        side.backward(side.module(floats(step, 2, 5, 16)).square().mean())
+        mean_square_of(side, floats(step, 2, 5, 16))
         side.module.eval()
         with torch.no_grad():
             seen = side.module(floats(step, 2, 5, 16))
@@ -340,15 +341,8 @@ def with_losses(side: Side, step: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["gate", "gate and norm", "scale of the output", "linear of the output"])
 @pytest.mark.parametrize("how", ["none", "blocks", "offload"])
 def test_losses_that_are_kept_on_modules_train(kind: str, how: str) -> None:
-    def work(side: Side, step: int) -> Tensor:
-        with scope(side):
-            out = side.module(image(step))
-            loss = out.square().mean() + 0.1 * sum(block.loss for block in side.module.blocks)
-        side.backward(loss)
-        return loss
-
     build = lambda: Chain(lambda: keeps_a_loss(kind))  # noqa: E731
-    check(build, work, stage=OUTER_STAGES, plain=BOTH, activation_checkpointing=how)
+    check(build, with_losses, stage=OUTER_STAGES, plain=BOTH, activation_checkpointing=how)
 
 
 @on_ranks(2)
@@ -416,9 +410,8 @@ def test_a_second_backward_through_a_weight_that_was_read_outside_is_done_or_ref
 ) -> None:
     """Never done with what stands for its values, whether its unit happened to be gathered when it was read or not."""
     torch.manual_seed(3)
-    module = Chain()
-    twin = Twin(module)
-    with Sharded(module, plain=plain, keep_gathered_bytes=keep) as sharded:
+    sharded, twin = beside_twin(Chain(), plain=plain, keep_gathered_bytes=keep)
+    with sharded:
         for step in range(4):
             for side in (twin, sharded):
                 weight = next(p for p in side.module.get_submodule(where).parameters() if p.ndim == 2)
@@ -432,8 +425,7 @@ def test_a_second_backward_through_a_weight_that_was_read_outside_is_done_or_ref
                     assert side is sharded and "modified by an inplace operation" in str(error)
                     assert plain or "read outside of its module's call" in error.__notes__[0]
                     return
-                side.step()
-                side.zero_grad()
+                step_and_clear(side)
             assert_same(sharded, twin)
 
 

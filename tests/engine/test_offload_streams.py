@@ -23,8 +23,8 @@ from lightning_zero.engine.units import grad_store
 from lightning_zero.engine.units.grad_store import Landing
 from lightning_zero.tiers import pinned
 from lightning_zero.tiers.host import HostTier
-from tests.engine.support import MakeOptimizer, Model, Sharded, accumulate, adamw, assert_equal, autocast, sgd
-from tests.engine.test_offload import offload, whole
+from tests.engine.support import MakeOptimizer, Model, Sharded, accumulate, adamw, assert_equal, sgd, whole
+from tests.engine.test_offload import history, offload
 from tests.harness import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
@@ -56,14 +56,10 @@ def streams() -> Iterator[None]:
 def compare_on_streams(row: str, folder: Path, body: Callable[[Sharded], list[Any]], **settings: Any) -> None:
     """``body`` finds the same with offload on a device with streams, and without."""
     found = []
-    for on_streams in (True, False):
+    for ways, place in ((streams, offload(row, folder)), (contextlib.nullcontext, {})):
         torch.manual_seed(3)
-        place: dict[str, Any] = offload(row, folder) if on_streams else {"offload": "none"}
-        with (
-            streams() if on_streams else contextlib.nullcontext(),
-            Sharded(Model(width=64), **settings, **place) as side,
-        ):
-            found.append(body(side))
+        with ways(), Sharded(Model(width=64), **settings, **place) as side:
+            found.append([*body(side), *whole(side)])
     assert_equal(*found)
 
 
@@ -85,54 +81,39 @@ CASES = [  # by which norm gradients are clipped, or twice
 def test_training_equals_no_offload(
     row: str, precision: str, clips: str, micro_batches: int, optimizer: MakeOptimizer, tmp_path: Path
 ) -> None:
-    def history(side: Sharded) -> list[Any]:
-        found: list[Any] = []
-        for step in range(4):  # from the second on, norms are taken on the way
-            with autocast(precision):
-                found.append(accumulate(side, step, micro_batches))
-            places = map(side.engine.units.place_of, side.module.parameters())
-            found.append(side.engine.passes.sharded_grads.overflowed(places))
-            if clips == "twice":
-                found += [side.clip(0.4), side.clip(0.2)]
-            elif clips:
-                found.append(side.clip(0.3, float(clips)))
-            if step == 3:
-                with lightning_zero.gather(side.module, grads=True):
-                    found += [p.grad.clone() for p in side.module.parameters() if p.grad is not None]
-            side.step()
-            side.zero_grad()
-        return found + whole(side)
+    def look(side: Sharded) -> list[Any]:
+        places = map(side.engine.units.place_of, side.module.parameters())
+        found: list[Any] = [side.engine.passes.sharded_grads.overflowed(places)]
+        if clips == "twice":
+            return [*found, side.clip(0.4), side.clip(0.2)]
+        return [*found, side.clip(0.3, float(clips))] if clips else found
 
-    compare_on_streams(row, tmp_path, history, precision=precision, optimizer=optimizer)
+    def body(side: Sharded) -> list[Any]:
+        return history(side, micro_batches, look, steps=4)  # from the second on, norms are taken on the way
+
+    compare_on_streams(row, tmp_path, body, precision=precision, optimizer=optimizer)
 
 
 @on_ranks(2)
 def test_a_norm_is_that_of_the_gradient_as_it_is_now(tmp_path: Path) -> None:
     """What was found out on its way counts only as long as nobody has changed it."""
 
-    def norms(side: Sharded) -> list[Tensor]:
-        found = []
-
-        def note() -> None:
-            found.append(lightning_zero.grad_norm(side.module))
-
+    def changes(side: Sharded) -> Iterator[Any]:
         for step in range(3):
-            accumulate(side, step, 1)
-            note()
-            side.clip(0.1)
-            note()
+            yield accumulate(side, step, 1)
+            yield side.clip(0.1)
             with lightning_zero.gather(side.module, grads=True):
                 for p in side.module.parameters():
                     p.grad.mul_(3)
-            note()
-            accumulate(side, step, 1)
-            note()
+            yield
+            yield accumulate(side, step, 1)
             next(side.module.parameters()).grad = None
-            note()
-            side.step()
-            note()
+            yield
+            yield side.step()
             side.zero_grad()
-        return found
+
+    def norms(side: Sharded) -> list[Tensor]:
+        return [lightning_zero.grad_norm(side.module) for _ in changes(side)]
 
     compare_on_streams("cpu", tmp_path, norms)
 
