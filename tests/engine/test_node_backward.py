@@ -45,9 +45,9 @@ from tests.engine.support import (
     tokens,
     train,
 )
-from tests.engine.test_gradients_together import through_host, together
 from tests.engine.test_hierarchy import accumulated, bytes_from_other_nodes, history, sharded
 from tests.engine.test_offload import offload
+from tests.engine.test_on_streams import through_host, together
 from tests.harness import on_ranks, run
 from tests.models import paths
 

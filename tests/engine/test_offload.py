@@ -89,7 +89,7 @@ def train(side: Sharded, steps: int, *, first: int = 0, micro_batches: int = 1) 
     return train_in(side, range(first, first + steps), work)
 
 
-def history(
+def observed(
     side: Sharded, micro_batches: int, look: Callable[[Sharded], Sequence[Any]], *, steps: int = 3
 ) -> list[Any]:
     """Losses, what ``look`` finds before each step, and gradients of the last: whoever looks waits for those before."""
@@ -131,7 +131,7 @@ MATRIX = [
 
 def _check_case(case: Case, folder: Path) -> None:
     def body(side: Sharded) -> list[Any]:
-        return history(side, case.micro_batches, lambda side: [side.clip(0.3)] if case.clip else [])
+        return observed(side, case.micro_batches, lambda side: [side.clip(0.3)] if case.clip else [])
 
     compare(*case.place, folder, body, precision=case.precision, optimizer=OPTIMIZERS[case.optimizer])
 
