@@ -12,6 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,12 +70,9 @@ def adamw(params: Any) -> Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
 
 
-@contextlib.contextmanager
-def places_posted_often() -> Iterator[None]:
+def places_posted_often() -> contextlib.AbstractContextManager[Any]:
     """Engines made inside tell the others at once where they are."""
-    before, watchdog.EVERY_S = watchdog.EVERY_S, 0.05
-    yield
-    watchdog.EVERY_S = before
+    return mock.patch.object(watchdog, "EVERY_S", 0.05)
 
 
 # -- two sides of a comparison ----------------------------------------------------------------------------------------
@@ -345,23 +343,19 @@ def _sum_over_ranks(local: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Ten
 # -- comparing --------------------------------------------------------------------------------------------------------
 
 
-def assert_same(sharded: Sharded, twin: Twin, *, grads: bool = False, tolerance: float = 0.0, what: str = "") -> None:
-    """Master parameters (and gradients) are equal: to the bit, or within ``tolerance``."""
-    _assert_seen(sharded, Seen(twin), grads=grads, tolerance=tolerance, what=what)
-
-
 class Seen:
-    """What a twin holds, by parameter: values of masters, and gradients."""
+    """What a twin holds now, by parameter: values of masters, and gradients."""
 
-    def __init__(self, twin: Twin, *, copied: bool = False) -> None:
-        self.values = [master.value for master in twin.masters.values()]
-        self.grads = [twin.grads.get(param) for param in twin.masters]
-        if copied:
-            self.values = [value.clone() for value in self.values]
-            self.grads = [None if grad is None else grad.clone() for grad in self.grads]
+    def __init__(self, twin: Twin) -> None:
+        self.values = [master.value.clone() for master in twin.masters.values()]
+        self.grads = [None if param not in twin.grads else twin.grads[param].clone() for param in twin.masters]
 
 
-def _assert_seen(sharded: Sharded, seen: Seen, *, grads: bool, tolerance: float, what: str) -> None:
+def assert_same(
+    sharded: Sharded, twin: Twin | Seen, *, grads: bool = False, tolerance: float = 0.0, what: str = ""
+) -> None:
+    """Master parameters (and gradients) are equal: to the bit, or within ``tolerance``."""
+    seen = Seen(twin) if isinstance(twin, Twin) else twin
     with lightning_zero.gather(sharded.module, grads=grads):
         own_params = sharded.module.named_parameters()
         for (name, own), value, grad in zip(own_params, seen.values, seen.grads, strict=True):
@@ -370,7 +364,6 @@ def _assert_seen(sharded: Sharded, seen: Seen, *, grads: bool, tolerance: float,
             if grads:
                 assert (own.grad is None) == (grad is None), f"{what}{name}: {own.grad} but twin {grad}"
                 if own.grad is not None:
-                    assert grad is not None
                     _assert_equal(own.grad, grad, tolerance, f"{what}gradient of {name}")
 
 
@@ -432,7 +425,9 @@ def check(
     """
     history = functools.partial(_twin_history, build, work, steps, optimizer=optimizer, precision=precision)
     expected: dict[bool, list[tuple[Any, Seen, Seen]]] = {}
-    for at, notices in _ways(_each(stage), _each(plain)):
+    *stages, last = (stage,) if isinstance(stage, int) else stage
+    noticed = (plain,) if isinstance(plain, bool) else plain
+    for at, notices in [(at, noticed[at % len(noticed)]) for at in stages] + [(last, notices) for notices in noticed]:
         each = at >= 2
         if each not in expected:
             found, accumulates = history(each=each)
@@ -449,17 +444,6 @@ def check(
             raise
 
 
-def _each(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, Sequence) else (value,)
-
-
-def _ways(stages: Sequence[int], plain: Sequence[bool]) -> Iterator[tuple[int, bool]]:
-    for at in stages[:-1]:
-        yield at, plain[at % len(plain)]
-    for notices in plain:
-        yield stages[-1], notices
-
-
 def _twin_history(
     build: Callable[[], nn.Module], work: Work, steps: int, **settings: Any
 ) -> tuple[list[tuple[Any, Seen, Seen]], bool]:
@@ -474,9 +458,9 @@ def _twin_history(
         with autocast(twin.precision):
             result = work(twin, step)
         result = result.detach().clone() if isinstance(result, Tensor) else result
-        worked = Seen(twin, copied=True)
+        worked = Seen(twin)
         step_and_clear(twin)
-        found.append((result, worked, Seen(twin, copied=True)))
+        found.append((result, worked, Seen(twin)))
     return found, twin.accumulates
 
 
@@ -486,10 +470,10 @@ def _assert_history(sharded: Sharded, work: Work, expected: Sequence[tuple[Any, 
             own = work(sharded, step)
         if isinstance(own, Tensor):
             _assert_equal(own.detach(), result, tolerance, f"step {step}: result")
-        _assert_seen(sharded, worked, grads=True, tolerance=tolerance, what=f"step {step}, after backward: ")
+        assert_same(sharded, worked, grads=True, tolerance=tolerance, what=f"step {step}, after backward: ")
         step_and_clear(sharded)
         if step == len(expected) - 1:  # before, a gather would bring parameters that a step has left behind up to date
-            _assert_seen(sharded, stepped, grads=False, tolerance=tolerance, what=f"step {step}, after the optimizer: ")
+            assert_same(sharded, stepped, tolerance=tolerance, what=f"step {step}, after the optimizer: ")
 
 
 def scope(side: Side, key: str = "train") -> Any:

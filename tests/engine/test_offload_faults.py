@@ -85,7 +85,7 @@ def test_at_rest_nothing_of_it_is_in_memory(row: str, stage: int, tmp_path: Path
         storages = file_storages(engine)
         assert (len(storages) == len(engine.buckets)) == (row in STATE_IN_FILES)
         assert_at_rest(engine)
-        for act in (lambda: train(side, 2, precision="bf16"), evaluate, save_and_load):
+        for act in (lambda: train(side, 2), evaluate, save_and_load):
             act()
             engine.passes.wait_for_all()
             assert_at_rest(engine)
