@@ -13,6 +13,7 @@ from torch import nn
 from lightning_zero.comm.reduction import Reduction
 from lightning_zero.engine.passes import gradients
 from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.units import build
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param_store import FlatBuffer
 from lightning_zero.trainer.summary import large_unit
@@ -21,6 +22,23 @@ from tests.harness import on_ranks
 from tests.models import Does, Recurrent, UNet
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sharding_a_module_needs_one_unit_beside_what_rests(precision: str) -> None:
+    made: list[Bucket] = []
+    fill = build._fill
+
+    def filled(bucket: Bucket, sources: Any) -> None:
+        unit = bucket.label.partition("#")[0]
+        assert not any(b.full.allocated for b in made if not b.label.startswith(f"{unit}#")), "another is gathered"
+        made.append(bucket)
+        fill(bucket, sources)
+
+    with mock.patch.object(build, "_fill", filled), Sharded(Model(depth=5), precision=precision) as side:
+        assert len(made) == len(side.engine.buckets) >= 6
+        assert not any(b.full.allocated for b in made if b.reshards)
 
 
 NEVER_DONE = mock.patch.object(Reduction, "done", lambda self: False)

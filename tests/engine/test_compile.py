@@ -104,16 +104,6 @@ VALUES = (
     ("none", "blocks"),
 )
 MATRIX = [case for case in itertools.starmap(Case, itertools.product(*VALUES)) if case.possible]
-# Those with the most that could go wrong.
-SELECTED = [
-    Case("blocks"),
-    Case("blocks", True, True, 3, "cpu", "bf16", "blocks"),
-    Case("wrapped", False, True, 3, "none", "bf16", "blocks"),
-    Case("root", False, False, 3, "optimizer_cpu", "bf16", "blocks"),
-    Case("root", True, False, 2),
-    Case("setting", True, False, 3, "none", "bf16_true", "blocks"),
-    Case("forwards", False, True, 1, "optimizer_cpu", "fp32", "blocks"),
-]
 
 
 def _side(module: nn.Module, case: Case) -> Sharded:
@@ -153,11 +143,8 @@ def _check(case: Case) -> None:
         assert found[1:] == found[:1] * 2, found
 
 
-PAIRS = [pytest.param(c, marks=pytest.mark.full) for c in pairwise_selection(MATRIX) if c not in SELECTED]
-
-
 @pytest.mark.sample
-@pytest.mark.parametrize("case", [*SELECTED, *PAIRS], ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", pairwise_selection(MATRIX), ids=lambda case: "-".join(map(str, case)))
 def test_compiled_training_equals_the_plain_twin(case: Case) -> None:
     run(2, _check, case)
 
