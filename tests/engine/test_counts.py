@@ -29,10 +29,9 @@ def step_counts(side: Sharded, step: int, micro_batches: int = 1) -> Counter[tup
 
 def expected_counts(engine: Engine, micro_batches: int) -> Counter[tuple[str, str]]:
     expected: Counter[tuple[str, str]] = Counter()
-    last = len(engine.units) - 1
     for unit in engine.units:
+        stays = unit.index in (0, len(engine.units) - 1)
         for bucket in unit.buckets:
-            stays = unit.index in (0, last)
             counts = logical_collectives(bucket.plan.row, micro_batches, stays_gathered=stays)
             expected.update({(kind, bucket.label): n for kind, n in counts.items() if n})
     return expected

@@ -117,9 +117,6 @@ class Case(NamedTuple):
     micro_batches: int
     optimizer: str
 
-    def __str__(self) -> str:
-        return f"{self.world}ranks-{self.place[0]}-{self.place[1]}-" + "-".join(map(str, self[2:]))
-
 
 MATRIX = [
     Case(*values)
