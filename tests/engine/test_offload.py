@@ -9,9 +9,10 @@ import functools
 import itertools
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -109,21 +110,16 @@ def observed(
 # -- the matrix -------------------------------------------------------------------------------------------------------
 
 
-class Case(NamedTuple):
-    world: int
-    place: tuple[str, int]
-    precision: str
-    clip: bool
-    micro_batches: int
-    optimizer: str
-
-
-MATRIX = [
-    Case(*values)
-    for values in itertools.product(
-        (1, 2), [*PLACES, *AUTO], ("fp32", "bf16", "fp16", "bf16_true"), (False, True), (1, 2), tuple(OPTIMIZERS)
-    )
-]
+VALUES = {
+    "world": (1, 2),
+    "place": [*PLACES, *AUTO],
+    "precision": ("fp32", "bf16", "fp16", "bf16_true"),
+    "clip": (False, True),
+    "micro_batches": (1, 2),
+    "optimizer": tuple(OPTIMIZERS),
+}
+Case = namedtuple("Case", VALUES)
+MATRIX = list(map(Case._make, itertools.product(*VALUES.values())))
 
 
 def _check_case(case: Case, folder: Path) -> None:
