@@ -443,7 +443,7 @@ def test_hooks_of_users_see_gathered_parameters() -> None:
 @on_ranks(2)
 def test_hooks_of_users_on_saved_tensors_still_count() -> None:
     """Other saved tensors than weights go through them, inside units too."""
-    moved: list[int] = []  # by the engine, in inputs of 2 x 3 vectors
+    moved: list[int] = []  # sizes, on the side of the engine
 
     def work(side: Side, step: int) -> Tensor:
         def pack(tensor: Tensor) -> Tensor:
