@@ -21,9 +21,8 @@ def narrow_twin(make: Callable[[Any], Optimizer], names: Sequence[str], dtype: s
         step, count = optimizer.step, {}
 
         def rounding_step(*args: Any) -> None:
-            used = [
-                (n, p) for n, p in zip(names, optimizer.param_groups[0]["params"], strict=True) if p.grad is not None
-            ]
+            params = zip(names, optimizer.param_groups[0]["params"], strict=True)
+            used = [(name, param) for name, param in params if param.grad is not None]
             step(*args)
             for name, param in used:
                 count[name] = count.get(name, 0) + 1
@@ -53,11 +52,8 @@ NUMBERS = (mixed(np.arange(TABLE, dtype=np.uint64)) & np.uint64(0xFFFF)).astype(
 
 def random_bits(name: str, numel: int, step: int, state: int) -> Any:
     """[numel] of 16 bits."""
-    parts = []
-    for block in range(-(-numel // SPAN)):
-        start = int(mixed(salt(f"{name}/{state}/{block}/{step}"))) % (TABLE - SPAN)
-        parts.append(NUMBERS[start : start + min(SPAN, numel - block * SPAN)])
-    return np.concatenate(parts)
+    starts = (int(mixed(salt(f"{name}/{state}/{block}/{step}"))) % (TABLE - SPAN) for block in range(numel // SPAN + 1))
+    return np.concatenate([NUMBERS[start : start + SPAN] for start in starts])[:numel]
 
 
 def salt(text: str) -> Any:

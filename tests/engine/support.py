@@ -12,6 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,12 +70,9 @@ def adamw(params: Any) -> Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
 
 
-@contextlib.contextmanager
-def places_posted_often() -> Iterator[None]:
+def places_posted_often() -> contextlib.AbstractContextManager[Any]:
     """Engines made inside tell the others at once where they are."""
-    before, watchdog.EVERY_S = watchdog.EVERY_S, 0.05
-    yield
-    watchdog.EVERY_S = before
+    return mock.patch.object(watchdog, "EVERY_S", 0.05)
 
 
 # -- two sides of a comparison ----------------------------------------------------------------------------------------
@@ -140,7 +138,7 @@ class Twin:
         for param in self.module.parameters():
             dist.broadcast(param.data, 0)
         self.grads: dict[nn.Parameter, Tensor] = {}
-        self.synchronize, self.accumulates = True, False
+        self.precision, self.synchronize, self.accumulates = precision, True, False
         self._each = each
         self._local: dict[nn.Parameter, Tensor] = {}
         self._reduce_dtype = {"bf16": torch.float32, "fp16": torch.float32, **TRUE}.get(precision)
@@ -250,6 +248,11 @@ class Sharded:
         self.engine.add_optimizer(self.optimizer)
         self._plain = plain
 
+    @property
+    def precision(self) -> str:
+        name = self.engine.config.precision.name
+        return "fp32" if name is None else name.name
+
     def __enter__(self) -> Sharded:
         return self
 
@@ -277,7 +280,29 @@ class Sharded:
 
 
 Side = Twin | Sharded
-Work = Callable[[Side, int], Any]
+Work = Callable[[Any, int], Any]
+
+
+def step_and_clear(*sides: Side) -> None:
+    for side in sides:
+        side.step()
+        side.zero_grad()
+
+
+def beside_twin(
+    module: nn.Module | None = None,
+    *,
+    stage: int = 3,
+    precision: str = "fp32",
+    optimizer: MakeOptimizer = adamw,
+    **config: Any,
+) -> tuple[Sharded, Twin]:
+    """``module`` (or a :class:`Model`) sharded, and its twin."""
+    if module is None:
+        torch.manual_seed(3)
+        module = Model()
+    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
+    return Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config), twin
 
 
 def _lower(module: nn.Module, precision: str, *, shaped: bool) -> dict[nn.Parameter, Master]:
@@ -318,23 +343,19 @@ def _sum_over_ranks(local: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Ten
 # -- comparing --------------------------------------------------------------------------------------------------------
 
 
-def assert_same(sharded: Sharded, twin: Twin, *, grads: bool = False, tolerance: float = 0.0, what: str = "") -> None:
-    """Master parameters (and gradients) are equal: to the bit, or within ``tolerance``."""
-    _assert_seen(sharded, Seen(twin), grads=grads, tolerance=tolerance, what=what)
-
-
 class Seen:
-    """What a twin holds, by parameter: values of masters, and gradients."""
+    """What a twin holds now, by parameter: values of masters, and gradients."""
 
-    def __init__(self, twin: Twin, *, copied: bool = False) -> None:
-        self.values = [master.value for master in twin.masters.values()]
-        self.grads = [twin.grads.get(param) for param in twin.masters]
-        if copied:
-            self.values = [value.clone() for value in self.values]
-            self.grads = [None if grad is None else grad.clone() for grad in self.grads]
+    def __init__(self, twin: Twin) -> None:
+        self.values = [master.value.clone() for master in twin.masters.values()]
+        self.grads = [None if param not in twin.grads else twin.grads[param].clone() for param in twin.masters]
 
 
-def _assert_seen(sharded: Sharded, seen: Seen, *, grads: bool, tolerance: float, what: str) -> None:
+def assert_same(
+    sharded: Sharded, twin: Twin | Seen, *, grads: bool = False, tolerance: float = 0.0, what: str = ""
+) -> None:
+    """Master parameters (and gradients) are equal: to the bit, or within ``tolerance``."""
+    seen = Seen(twin) if isinstance(twin, Twin) else twin
     with lightning_zero.gather(sharded.module, grads=grads):
         own_params = sharded.module.named_parameters()
         for (name, own), value, grad in zip(own_params, seen.values, seen.grads, strict=True):
@@ -343,7 +364,6 @@ def _assert_seen(sharded: Sharded, seen: Seen, *, grads: bool, tolerance: float,
             if grads:
                 assert (own.grad is None) == (grad is None), f"{what}{name}: {own.grad} but twin {grad}"
                 if own.grad is not None:
-                    assert grad is not None
                     _assert_equal(own.grad, grad, tolerance, f"{what}gradient of {name}")
 
 
@@ -405,7 +425,9 @@ def check(
     """
     history = functools.partial(_twin_history, build, work, steps, optimizer=optimizer, precision=precision)
     expected: dict[bool, list[tuple[Any, Seen, Seen]]] = {}
-    for at, notices in _ways(_each(stage), _each(plain)):
+    *stages, last = (stage,) if isinstance(stage, int) else stage
+    noticed = (plain,) if isinstance(plain, bool) else plain
+    for at, notices in [(at, noticed[at % len(noticed)]) for at in stages] + [(last, notices) for notices in noticed]:
         each = at >= 2
         if each not in expected:
             found, accumulates = history(each=each)
@@ -416,70 +438,60 @@ def check(
                 build(), stage=at, plain=notices, precision=precision, optimizer=optimizer, **copy.deepcopy(config)
             )
             with sharded:
-                _assert_history(sharded, work, expected[each], precision=precision, tolerance=tolerance)
+                _assert_history(sharded, work, expected[each], tolerance)
         except BaseException as error:
             error.add_note(f"at stage {at}, where backwards are {'noticed' if notices else 'told'}")
             raise
 
 
-def _each(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, Sequence) else (value,)
-
-
-def _ways(stages: Sequence[int], plain: Sequence[bool]) -> Iterator[tuple[int, bool]]:
-    for at in stages[:-1]:
-        yield at, plain[at % len(plain)]
-    for notices in plain:
-        yield stages[-1], notices
-
-
 def _twin_history(
-    build: Callable[[], nn.Module], work: Work, steps: int, *, precision: str, **settings: Any
+    build: Callable[[], nn.Module], work: Work, steps: int, **settings: Any
 ) -> tuple[list[tuple[Any, Seen, Seen]], bool]:
     """Of each step of a twin the result, what there is after its work, and after the optimizer's step.
 
     Beside it: whether there was a backward in ``no_sync``, whose gradients stages average in different ways.
     """
     torch.default_generator.manual_seed(3)
-    twin = Twin(build(), precision=precision, **settings)
+    twin = Twin(build(), **settings)
     found = []
     for step in range(steps):
-        with autocast(precision):
+        with autocast(twin.precision):
             result = work(twin, step)
         result = result.detach().clone() if isinstance(result, Tensor) else result
-        worked = Seen(twin, copied=True)
-        twin.step()
-        twin.zero_grad()
-        found.append((result, worked, Seen(twin, copied=True)))
+        worked = Seen(twin)
+        step_and_clear(twin)
+        found.append((result, worked, Seen(twin)))
     return found, twin.accumulates
 
 
-def _assert_history(
-    sharded: Sharded, work: Work, expected: Sequence[tuple[Any, Seen, Seen]], *, precision: str, tolerance: float
-) -> None:
+def _assert_history(sharded: Sharded, work: Work, expected: Sequence[tuple[Any, Seen, Seen]], tolerance: float) -> None:
     for step, (result, worked, stepped) in enumerate(expected):
-        with autocast(precision):
+        with autocast(sharded.precision):
             own = work(sharded, step)
         if isinstance(own, Tensor):
             _assert_equal(own.detach(), result, tolerance, f"step {step}: result")
-        _assert_seen(sharded, worked, grads=True, tolerance=tolerance, what=f"step {step}, after backward: ")
-        sharded.step()
-        sharded.zero_grad()
+        assert_same(sharded, worked, grads=True, tolerance=tolerance, what=f"step {step}, after backward: ")
+        step_and_clear(sharded)
         if step == len(expected) - 1:  # before, a gather would bring parameters that a step has left behind up to date
-            _assert_seen(sharded, stepped, grads=False, tolerance=tolerance, what=f"step {step}, after the optimizer: ")
+            assert_same(sharded, stepped, tolerance=tolerance, what=f"step {step}, after the optimizer: ")
 
 
 def scope(side: Side, key: str = "train") -> Any:
     return side.engine.step_scope(key) if isinstance(side, Sharded) else contextlib.nullcontext()
 
 
-def mean_square(side: Side, step: int, *args: Any, shape: Sequence[int] = (4, WIDTH)) -> Tensor:
-    """One forward and backward of a module that maps numbers of ``shape``, and ``args``, to anything."""
-    dtypes = {p.dtype for p in side.module.parameters() if p.is_floating_point()}
-    x = floats(step, *shape).to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
-    loss = side.module(x, *args).float().square().mean()
+def mean_square_of(side: Side, *args: Any) -> Tensor:
+    """One forward and backward."""
+    loss = side.module(*args).float().square().mean()
     side.backward(loss)
     return loss
+
+
+def mean_square(side: Side, step: int, *args: Any, shape: Sequence[int] = (4, WIDTH)) -> Tensor:
+    """Of a module that maps numbers of ``shape``, and ``args``, to anything."""
+    dtypes = {p.dtype for p in side.module.parameters() if p.is_floating_point()}
+    x = floats(step, *shape).to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
+    return mean_square_of(side, x, *args)
 
 
 def language_work(side: Side, step: int) -> Tensor:
@@ -490,18 +502,14 @@ def language_work(side: Side, step: int) -> Tensor:
 
 def trained(steps: int = 1, **config: Any) -> tuple[Sharded, Twin]:
     """A sharded model and its twin after a few steps, and a backward whose gradients are still there."""
-    torch.manual_seed(3)
-    module = Model()
-    twin = Twin(module, precision=config.get("precision", "fp32"), each=config.get("stage", 3) >= 2)
-    sharded = Sharded(module, **config)
+    sides = beside_twin(**config)
     for step in range(steps + 1):
-        for side in (sharded, twin):
-            with autocast(config.get("precision", "fp32")):
+        if step:
+            step_and_clear(*sides)
+        for side in sides:
+            with autocast(side.precision):
                 language_work(side, step)
-            if step < steps:
-                side.step()
-                side.zero_grad()
-    return sharded, twin
+    return sides
 
 
 @contextlib.contextmanager
@@ -522,12 +530,25 @@ def with_twin(
         yield sharded, twin
 
 
-def train(side: Side, steps: Iterable[int], precision: str = "fp32") -> None:
+def train(side: Side, steps: Iterable[int], work: Work = language_work, *, clip: bool = False) -> list[Any]:
+    """What ``work`` gives in each step, and norms."""
+    found = []
     for step in steps:
-        with autocast(precision):
-            language_work(side, step)
-        side.step()
-        side.zero_grad()
+        with autocast(side.precision):
+            result = work(side, step)
+        found.append(result.detach() if isinstance(result, Tensor) else result)
+        if clip:
+            found.append(side.clip(0.3))
+        step_and_clear(side)
+    return found
+
+
+def whole(side: Sharded) -> list[Any]:
+    """Parameters and optimizer state, on every rank."""
+    state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+    found: list[Any] = [(n, k, v) for n, entry in sorted(state["state"].items()) for k, v in sorted(entry.items())]
+    with lightning_zero.gather(side.module):
+        return found + [(name, p.detach().clone()) for name, p in side.module.named_parameters()]
 
 
 def state_of(side: Sharded) -> dict[str, Any]:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_zero.comm.reduction import Reduction
-from lightning_zero.engine import Engine
 from lightning_zero.engine.passes import gradients
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units import build
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param_store import FlatBuffer
 from lightning_zero.trainer.summary import large_unit
-from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check, floats, language_loss, tokens, train
+from tests.engine.support import Model, Sharded, assert_same, beside_twin, check, floats, mean_square_of, train
 from tests.harness import on_ranks
 from tests.models import Does, Recurrent, UNet
 
@@ -30,19 +28,21 @@ pytestmark = pytest.mark.sample  # the full tier has all cases
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_sharding_a_module_needs_one_unit_beside_what_rests(precision: str) -> None:
     made: list[Bucket] = []
-    others: list[int] = []
     fill = build._fill
 
     def filled(bucket: Bucket, sources: Any) -> None:
         unit = bucket.label.partition("#")[0]
-        others.append(sum(b.full.nbytes for b in made if b.full.allocated and not b.label.startswith(f"{unit}#")))
+        assert not any(b.full.allocated for b in made if not b.label.startswith(f"{unit}#")), "another is gathered"
         made.append(bucket)
         fill(bucket, sources)
 
-    with mock.patch.object(build, "_fill", filled), Sharded(Model(depth=5), stage=3, precision=precision) as side:
+    with mock.patch.object(build, "_fill", filled), Sharded(Model(depth=5), precision=precision) as side:
         assert len(made) == len(side.engine.buckets) >= 6
-        assert sum(others) == 0, "other units are gathered while one is filled"
-        assert not any(b.full.allocated for b in side.engine.buckets if b.reshards)
+        assert not any(b.full.allocated for b in made if b.reshards)
+
+
+NEVER_DONE = mock.patch.object(Reduction, "done", lambda self: False)
+ALWAYS_COMES = mock.patch.object(Reducer, "_comes", lambda self, pending: True)
 
 
 @on_ranks(2, full=(3,))
@@ -57,33 +57,19 @@ def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int,
         issue(self, bucket)
         most = max(most, self._flying_nbytes)
 
-    torch.manual_seed(3)
     module = Model(width=64, depth=12)
-    twin = Twin(module, each=stage >= 2)
     limit = max(b.numel() for b in module.parameters()) * 4
-    with (
-        mock.patch.object(Reducer, "_issue", issued),
-        mock.patch.object(Reduction, "done", lambda self: False),
-        mock.patch.object(Reducer, "_comes", lambda self, pending: True),
-        Sharded(module, stage=stage, dynamic_graph=dynamic_graph, reduce_bucket_bytes=limit) as side,
-    ):
+    side, twin = beside_twin(module, stage=stage, dynamic_graph=dynamic_graph, reduce_bucket_bytes=limit)
+    with NEVER_DONE, ALWAYS_COMES, mock.patch.object(Reducer, "_issue", issued), side:
+        sizes = [b.layout.numel * 4 for b in side.engine.buckets]
         of_unit = sum(b.layout.numel * 4 for b in side.engine.units[3].buckets)
-        largest = max(b.layout.numel * 4 for b in side.engine.buckets)
         for step in range(2):
-            twin.backward(language_loss(twin.module, tokens(step)))
-            side.backward(language_loss(side.module, tokens(step)))
+            for each in (twin, side):
+                train(each, [step])
             # What ranks know of each other is as old as the gather before: a unit, and one ahead.
-            assert most <= max(limit, largest) + (2 * of_unit if stage == 3 else 0)
-            assert most < sum(b.layout.numel * 4 for b in side.engine.buckets) / 2
-            assert_same_step(twin, side)
-
-
-def assert_same_step(twin: Twin, side: Sharded) -> None:
-    twin.step()
-    side.step()
-    assert_same(side, twin)
-    twin.zero_grad()
-    side.zero_grad()
+            assert most <= max(limit, *sizes) + (2 * of_unit if stage == 3 else 0)
+            assert most < sum(sizes) / 2
+            assert_same(side, twin)
 
 
 def forks(takes: Callable[[Any, int], bool]) -> nn.Module:
@@ -101,7 +87,6 @@ def forks(takes: Callable[[Any, int], bool]) -> nn.Module:
     return Does(act, embed=model.embed, blocks=model.blocks, head=model.head, turn=0)
 
 
-NEVER_DONE = mock.patch.object(Reduction, "done", lambda self: False)
 SMALL = {"stage": 3, "reduce_bucket_bytes": 1 << 12, "stall_timeout_s": 30.0}
 
 
@@ -110,8 +95,7 @@ SMALL = {"stage": 3, "reduce_bucket_bytes": 1 << 12, "stall_timeout_s": 30.0}
 def test_ranks_that_take_other_paths_do_not_wait_for_each_other_in_a_circle(dynamic_graph: bool) -> None:
     # One may wait for gathers of another in its backward.
     module = forks(lambda m, number: (number + m.turn) % 3 != torch.distributed.get_rank())
-    comes = mock.patch.object(Reducer, "_comes", lambda self, pending: True)
-    with NEVER_DONE, comes, Sharded(module, dynamic_graph=dynamic_graph, **SMALL) as side:
+    with NEVER_DONE, ALWAYS_COMES, Sharded(module, dynamic_graph=dynamic_graph, **SMALL) as side:
         train(side, range(3))
 
 
@@ -131,61 +115,27 @@ def test_ranks_that_leave_their_one_path_are_not_waited_for_without_end() -> Non
 SIZES = {UNet: (2, 3, 16, 16), Recurrent: (2, 5, 64)}
 
 
-@contextmanager
-def most_gathered(engine: Engine) -> Iterator[list[int]]:
-    """The most bytes of compute parameters that are on the device at a time."""
-    most, allocate = [0], FlatBuffer.allocate
-
-    def allocating(buffer: FlatBuffer) -> None:
-        allocate(buffer)
-        now = sum(b.full.nbytes for unit in engine.units for b in unit.buckets if b.full.allocated)
-        most[0] = max(most[0], now)
-
-    with mock.patch.object(FlatBuffer, "allocate", allocating):
-        yield most
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(("kind", "precision"), [(UNet, "fp32"), (Recurrent, "fp32"), (Recurrent, "bf16")])
 def test_it_trains_as_its_twin(kind: type[nn.Module], precision: str) -> None:
-    def work(side: Side, step: int) -> Tensor:
-        loss = side.module(floats(step, *SIZES[kind])).square().mean()
-        side.backward(loss)
-        return loss
-
-    check(kind, work, stage=(2, 3), precision=precision)
+    check(kind, lambda side, step: mean_square_of(side, floats(step, *SIZES[kind])), stage=(2, 3), precision=precision)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [UNet, Recurrent])
 def test_few_units_are_gathered_at_a_time(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     most, allocate = [0], FlatBuffer.allocate
 
     def allocating(buffer: FlatBuffer) -> None:
         allocate(buffer)
-        most.append(sum(b.full.nbytes for unit in side.engine.units for b in unit.buckets if b.full.allocated))
+        most.append(sum(b.full.nbytes for b in side.engine.buckets if b.full.allocated))
 
     with Sharded(kind(), stage=3, prefetch_bytes=0) as side, mock.patch.object(FlatBuffer, "allocate", allocating):
         sizes = [sum(b.full.nbytes for b in unit.buckets) for unit in side.engine.units]
         assert len(sizes) > 4 and sizes[0] < sum(sizes) / 8  # the root keeps little
-        for step in range(3):
-            side.backward(side.module(floats(step, *SIZES[kind])).square().mean())
-            side.step()
-            side.zero_grad()
+        train(side, range(3), lambda side, step: mean_square_of(side, floats(step, *SIZES[kind])))
         # The root, a unit, and the last one of the forward, which stays; the next one, when they change over.
         assert max(most) <= min(sizes[0] + sum(sorted(sizes[1:])[-3:]), 0.75 * sum(sizes)), sizes
-
-
-@on_ranks(2)
-def test_a_rank_that_takes_no_block_holds_few_while_it_gathers_for_the_other() -> None:
-    module = forks(lambda m, number: torch.distributed.get_rank() == 0)
-    with Sharded(module, stage=3, prefetch_bytes=0) as side, torch.no_grad():
-        sizes = [sum(b.full.nbytes for b in unit.buckets) for unit in side.engine.units]
-        with most_gathered(side.engine) as most:
-            side.module(tokens(0))
-            side.engine.passes.leave()
-        assert sum(sizes[:3]) >= most[0] > sizes[0], (most, sizes)
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import errno
 import socket
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,6 +43,14 @@ def available(nbytes: int) -> Any:
 
 def free_files(nbytes: int) -> Any:
     return mock.patch.object(NvmeTier, "free_nbytes", nbytes)
+
+
+@contextlib.contextmanager
+def sharded(**settings: Any) -> Iterator[Engine]:
+    """A model without an optimizer."""
+    engine = lightning_zero.shard(Model(width=WIDTH), device="cpu", **settings)
+    yield engine
+    engine.release()
 
 
 def add_adamw(engine: Engine, **settings: Any) -> torch.optim.Optimizer:
@@ -88,15 +97,14 @@ def test_what_the_ranks_of_a_host_hold_counts_as_free_for_each_of_them() -> None
 
 @on_ranks(2)
 def test_the_state_of_the_optimizer_is_asked_for_before_its_first_step() -> None:
-    with Sharded(Model(width=WIDTH), offload="cpu", optimizer=lambda p: torch.optim.SGD(list(p), lr=1.0)) as side:
-        drop_optimizers(side.engine)
+    with sharded(offload="cpu") as engine:
         with available(7 * NUMEL), pytest.raises(ConfigError, match=r"the 2 rank\(s\) on host .* host memory"):
-            add_adamw(side.engine)
+            add_adamw(engine)
         with available(9 * NUMEL):  # two states of 4 bytes fit now; and SGD without momentum needs nothing
-            add_adamw(side.engine)
-        drop_optimizers(side.engine)
+            add_adamw(engine)
+        drop_optimizers(engine)
         with available(0):
-            side.engine.add_optimizer(torch.optim.SGD(side.module.parameters(), lr=1.0))
+            engine.add_optimizer(torch.optim.SGD(engine.module.parameters(), lr=1.0))
 
 
 @on_ranks(2)
@@ -106,30 +114,24 @@ def test_state_beyond_a_budget_or_the_room_in_files_is_refused(tmp_path: Path) -
         ({"name": "optimizer_cpu", "host_budget": budget}, "zero.offload.host_budget: rank 0 needs .* the budget is"),
         ({"name": "nvme", "nvme_path": str(tmp_path)}, "bytes of files"),
     ):
-        module = Model(width=WIDTH)
-        engine = lightning_zero.shard(module, device="cpu", offload=offload)
-        with free_files(7 * NUMEL), pytest.raises(ConfigError, match=says):
+        with sharded(offload=offload) as engine, free_files(7 * NUMEL), pytest.raises(ConfigError, match=says):
             add_adamw(engine)
-        engine.release()
 
 
 @on_ranks(2)
 def test_room_inside_of_files_counts_as_free(tmp_path: Path) -> None:
     """A second fit has the room of the first, on a disk that has nothing left beside it; but no byte more."""
     offload = {"name": "nvme", "nvme_path": str(tmp_path)}
-    module = Model(width=WIDTH)
-    engine = lightning_zero.shard(module, device="cpu", offload=offload)
-    with free_files(20_000):
+    with sharded(offload=offload) as engine, free_files(20_000):
         for fit in range(2):
             with contextlib.nullcontext() if fit else free_files(1 << 40):
                 optimizer = add_adamw(engine)
-            engine.passes.backward(language_loss(module, tokens(fit)))
+            engine.passes.backward(language_loss(engine.module, tokens(fit)))
             optimizer.step()
             engine.passes.wait_for_all()
             drop_optimizers(engine)
         with pytest.raises(ConfigError, match="bytes of files"):
             add_adamw(engine, amsgrad=True)
-    engine.release()
 
 
 @on_ranks(2)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,11 @@ from tests.engine.support import (
     accumulate,
     assert_same,
     autocast,
+    beside_twin,
     language_loss,
     pairwise_selection,
     sgd,
+    step_and_clear,
     tokens,
     train,
 )
@@ -68,50 +71,33 @@ FORMS: dict[str, Callable[..., None]] = {
     "blocks": _each_block,
     "forwards": _each_forward,
     "wrapped": _wrapped,
-    "root": lambda module, **settings: module.compile(**settings),
+    "root": nn.Module.compile,
 }
 
 
-class Case(NamedTuple):
-    form: str
-    later: bool = False  # after sharding
-    fullgraph: bool = False
-    stage: int = 3
-    offload: str = "none"
-    precision: str = "fp32"
-    recompute: str = "none"
-
-    @property
-    def possible(self) -> bool:
-        if (self.form == "setting" and not self.later) or (self.form == "wrapped" and self.later):
-            return False
-        if self.form == "root" and self.fullgraph:
-            return False  # refused
-        if self.form == "forwards" and self.later and self.recompute != "none":
-            return False  # what is compiled then is the checkpoint, not what it computes
-        return self.offload == "none" or self.stage == 3 or (self.offload == "optimizer_cpu" and self.stage > 0)
+VALUES = {
+    "form": (*FORMS, "setting"),
+    "later": (False, True),  # after sharding
+    "fullgraph": (False, True),
+    "stage": (0, 1, 2, 3),
+    "offload": ("none", "optimizer_cpu", "cpu"),
+    "precision": ("fp32", "bf16", "bf16_true"),
+    "recompute": ("none", "blocks"),
+}
+Case = namedtuple("Case", VALUES)
 
 
-VALUES = (
-    (*FORMS, "setting"),
-    (False, True),
-    (False, True),
-    (0, 1, 2, 3),
-    ("none", "optimizer_cpu", "cpu"),
-    ("fp32", "bf16", "bf16_true"),
-    ("none", "blocks"),
-)
-MATRIX = [case for case in itertools.starmap(Case, itertools.product(*VALUES)) if case.possible]
-# Those with the most that could go wrong.
-SELECTED = [
-    Case("blocks"),
-    Case("blocks", True, True, 3, "cpu", "bf16", "blocks"),
-    Case("wrapped", False, True, 3, "none", "bf16", "blocks"),
-    Case("root", False, False, 3, "optimizer_cpu", "bf16", "blocks"),
-    Case("root", True, False, 2),
-    Case("setting", True, False, 3, "none", "bf16_true", "blocks"),
-    Case("forwards", False, True, 1, "optimizer_cpu", "fp32", "blocks"),
-]
+def possible(case: Case) -> bool:
+    if (case.form == "setting" and not case.later) or (case.form == "wrapped" and case.later):
+        return False
+    if case.form == "root" and case.fullgraph:
+        return False  # refused
+    if case.form == "forwards" and case.later and case.recompute != "none":
+        return False  # what is compiled then is the checkpoint, not what it computes
+    return case.offload == "none" or case.stage == 3 or (case.offload == "optimizer_cpu" and case.stage > 0)
+
+
+MATRIX = list(filter(possible, map(Case._make, itertools.product(*VALUES.values()))))
 
 
 def _side(module: nn.Module, case: Case) -> Sharded:
@@ -144,20 +130,15 @@ def _check(case: Case) -> None:
                 assert torch.equal(*(accumulate(side, step, 2) for side in (sharded, twin))), step
                 with torch.no_grad():
                     assert torch.equal(*(language_loss(side.module, tokens(step, 5)) for side in (sharded, twin)))
-            for side in (sharded, twin):
-                side.step()
-                side.zero_grad()
+            step_and_clear(sharded, twin)
             assert_same(sharded, twin, what=f"step {step}: ")
             found.append(len(COUNT.graphs))
         assert COUNT.blocks() == 2  # one for all blocks with gradients, and one without
         assert found[1:] == found[:1] * 2, found
 
 
-PAIRS = [pytest.param(c, marks=pytest.mark.full) for c in pairwise_selection(MATRIX) if c not in SELECTED]
-
-
 @pytest.mark.sample
-@pytest.mark.parametrize("case", [*SELECTED, *PAIRS], ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", pairwise_selection(MATRIX), ids=lambda case: "-".join(map(str, case)))
 def test_compiled_training_equals_the_plain_twin(case: Case) -> None:
     run(2, _check, case)
 
@@ -170,14 +151,11 @@ def test_compiled_training_equals_the_plain_twin(case: Case) -> None:
 def test_graphs_with_a_backward_of_their_own(backend: str, stage: int, recompute: str) -> None:
     """A compiled backward reads weights that its forward has saved, after they were dropped in between."""
     torch._dynamo.reset()
-    torch.manual_seed(3)
-    module = Model(depth=3)
-    twin = Twin(module, optimizer=sgd)
+    compiled = {"name": "blocks", "arguments": {"backend": backend}}
+    sharded, twin = beside_twin(stage=stage, optimizer=sgd, compile=compiled, activation_checkpointing=recompute)
     for block in twin.module.blocks:
         block.compile(backend=backend)
-    compiled = {"name": "blocks", "arguments": {"backend": backend}}
-    config = {"stage": stage, "compile": compiled, "activation_checkpointing": recompute}
-    with Sharded(module, optimizer=sgd, **config) as sharded:
+    with sharded:
         for step in range(3):
             for side in (sharded, twin):
                 train(side, [step])
@@ -211,7 +189,7 @@ def test_release_gives_the_modules_back_as_they_were(later: bool) -> None:
 @on_ranks(1)
 def test_a_copy_is_plain() -> None:
     module = Model(depth=2)
-    with _side(module, Case("setting", True, offload="cpu")):
+    with _side(module, Case("setting", True, False, 3, "cpu", "fp32", "none")):
         with lightning_zero.gather(module):
             copied = copy.deepcopy(module)
             expected = language_loss(module, tokens(0))

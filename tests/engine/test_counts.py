@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -11,29 +12,26 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.planning.placement import logical_collectives
-from tests.engine.support import ALL_STAGES, Model, Sharded, Side, accumulate, autocast, check, tokens
+from tests.engine.support import ALL_STAGES, Model, Sharded, Side, accumulate, check, tokens, train
+from tests.engine.test_hierarchy import accumulated
 from tests.harness import on_ranks
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
 
-def step_counts(side: Sharded, step: int, micro_batches: int, precision: str) -> Counter[tuple[str, str]]:
+def step_counts(side: Sharded, step: int, micro_batches: int = 1) -> Counter[tuple[str, str]]:
     """Operations of one whole step, up to the gathers that the next forward waits for."""
     side.engine.passes.wait_for_all()
     side.engine.comm.counts.clear()
-    with autocast(precision):
-        accumulate(side, step, micro_batches)
-    side.step()
-    side.zero_grad()
+    train(side, [step], accumulated(micro_batches))
     return side.engine.comm.counts.copy()
 
 
 def expected_counts(engine: Engine, micro_batches: int) -> Counter[tuple[str, str]]:
     expected: Counter[tuple[str, str]] = Counter()
-    last = len(engine.units) - 1
     for unit in engine.units:
+        stays = unit.index in (0, len(engine.units) - 1)
         for bucket in unit.buckets:
-            stays = unit.index in (0, last)
             counts = logical_collectives(bucket.plan.row, micro_batches, stays_gathered=stays)
             expected.update({(kind, bucket.label): n for kind, n in counts.items() if n})
     return expected
@@ -46,9 +44,9 @@ def expected_counts(engine: Engine, micro_batches: int) -> Counter[tuple[str, st
 def test_collectives_of_a_step_are_those_of_the_table(stage: int, k: int, precision: str) -> None:
     for plain in (False, True):
         with Sharded(Model(), stage=stage, precision=precision, plain=plain) as side:
-            step_counts(side, 0, k, precision)  # recorded
+            step_counts(side, 0, k)  # recorded
             for step in (1, 2):
-                assert step_counts(side, step, k, precision) == expected_counts(side.engine, k)
+                assert step_counts(side, step, k) == expected_counts(side.engine, k)
 
 
 @on_ranks(2)
@@ -56,8 +54,8 @@ def test_units_that_stay_gathered_are_gathered_once() -> None:
     nbytes = 8192  # of a block, on 2 ranks
     with Sharded(Model(depth=4), keep_gathered_bytes=2 * nbytes) as side:
         assert side.engine.units[1].gathered_nbytes == nbytes
-        step_counts(side, 0, 1, "fp32")
-        counts = step_counts(side, 1, 1, "fp32")
+        step_counts(side, 0)
+        counts = step_counts(side, 1)
         gathers = {unit.name: counts["all_gather", unit.buckets[0].label] for unit in side.engine.units}
         assert gathers == {"": 1, "blocks.0": 2, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1}
 
@@ -66,27 +64,25 @@ def test_units_that_stay_gathered_are_gathered_once() -> None:
 def test_a_bucket_that_one_rank_completes_late_does_not_hold_up_the_others() -> None:
     """Rank 1 does not use the last block, the first of the backward. From the second step on it comes last for both."""
     early: list[int] = []
+
+    def work(side: Sharded, step: int) -> None:
+        side.engine.comm.counts.clear()
+        with side.engine.step_scope():
+            x = side.module.embed(tokens(step))
+            for block in side.module.blocks[: 3 - dist.get_rank()]:
+                x = block(x)
+        side.backward(x.square().mean())
+
     with Sharded(Model()) as side:
-        reducer = side.engine.passes.reducer
-        issued: list[str] = []
-        side.engine.comm.observers.append(lambda kind, _: issued.append(kind))
+        reducer, counts = side.engine.passes.reducer, side.engine.comm.counts
         flush = reducer.flush
 
         def count_then_flush() -> None:
-            early.append(issued.count("reduce_scatter"))
+            early.append(sum(n for (kind, _), n in counts.items() if kind == "reduce_scatter"))
             flush()
 
-        reducer.flush = count_then_flush  # type: ignore[method-assign]
-        for step in range(3):
-            issued.clear()
-            module = side.module
-            with side.engine.step_scope():
-                x = module.embed(tokens(step))  # type: ignore[operator]
-                for block in module.blocks[: 3 - side.engine.comm.rank]:  # type: ignore[index]
-                    x = block(x)
-            side.backward(x.square().mean())
-            side.step()
-            side.zero_grad()
+        with mock.patch.object(reducer, "flush", count_then_flush):
+            train(side, range(3), work)
     assert early[1:] == [3 - dist.get_rank()] * 2
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError, make_config
+from lightning_zero.config import ConfigError, Precision, make_config
 from lightning_zero.engine import Engine
 from lightning_zero.layerwise import float8
 from tests.engine.support import assert_equal
@@ -37,12 +37,16 @@ def model() -> nn.Module:
     return Does(lambda m, x: m.lm_head(m.blocks(x)), blocks=blocks, lm_head=nn.Linear(WIDTH, 16))
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool) -> list[float]:
+def train(module: nn.Module, engine: Engine | None = None) -> list[float]:
     """All ranks have the whole batch, so that the scales of activations are those of one process."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    mixed = engine is not None and engine.config.precision.name is Precision.bf16
+    if engine is not None:
+        engine.add_optimizer(optimizer)
     losses = []
     for step in range(3):
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
             loss = module(x).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -54,14 +58,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool
 def sharded(settings: dict[str, Any], stage: int, offload: str = "none") -> tuple[Engine, list[float]]:
     module = model()
     engine = lightning_zero.shard(module, stage=stage, offload=offload, precision=settings)
-    return engine, train(module, adamw(module, engine), autocast=settings["name"] == "bf16")
-
-
-def adamw(module: nn.Module, engine: Engine | None = None) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    if engine is not None:
-        engine.add_optimizer(optimizer)
-    return optimizer
+    return engine, train(module, engine)
 
 
 @needs_torchao
@@ -75,9 +72,8 @@ def test_every_stage_gives_the_losses_of_torchao_in_one_process(recipe: str) -> 
     plain = torchao.convert_to_float8_training(
         model(), config=config, module_filter_fn=lambda _, name: name.endswith(("up", "down"))
     )
-    expected = train(plain, adamw(plain), autocast=False)
-    without = model()
-    assert train(without, adamw(without), autocast=False) != expected
+    expected, without = train(plain), model()
+    assert train(without) != expected
     half = []
     for stage, offload in [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu")]:
         engine, losses = sharded({"name": "fp32", "float8": recipe}, stage, offload)
@@ -140,7 +136,7 @@ def test_a_module_on_meta_trains_the_same_and_its_state_loads_into_plain_layers(
     with torch.device("meta"):
         module = model()
     engine = lightning_zero.shard(module, stage=3, precision=precision, sources=model().state_dict())
-    assert train(module, adamw(module, engine), autocast=True) == losses
+    assert train(module, engine) == losses
     plain = model()
     plain.load_state_dict(engine.state_dict(only_rank_0=False))
     with lightning_zero.gather(expected.module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_zero
-from tests.engine.support import Model, Sharded, language_loss, tokens
+from tests.engine.support import Model, Sharded, language_loss, tokens, train
 from tests.harness import on_ranks
 
 STEPS = 4
@@ -47,31 +48,19 @@ def full(param: Tensor) -> Tensor:
     return param.full_tensor() if isinstance(param, DTensor) else param
 
 
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
 def fsdp2_history(module: Model, precision: str) -> list[Tensor]:
     apply_fsdp2(module, precision)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    found = []
+    optimizer, found = sgd(module.parameters()), []
     for step in range(STEPS):
-        loss = language_loss(module, tokens(step))
-        loss.backward()
-        found.append(loss.detach())
+        found.append(language_loss(module, tokens(step)))
+        found[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-    return found + [full(p.detach()) for p in module.parameters()]
-
-
-def our_history(module: Model, precision: str, stage: int) -> list[Tensor]:
-    found = []
-    make = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)  # noqa: E731
-    with Sharded(module, stage=stage, precision=precision, optimizer=make) as side:
-        for step in range(STEPS):
-            loss = language_loss(module, tokens(step))
-            side.backward(loss)
-            found.append(loss.detach())
-            side.step()
-            side.zero_grad()
-        with lightning_zero.gather(module):
-            return found + [p.detach().clone() for p in module.parameters()]
+    return found + [full(p) for p in module.parameters()]
 
 
 @pytest.mark.sample
@@ -80,10 +69,14 @@ def our_history(module: Model, precision: str, stage: int) -> list[Tensor]:
 def test_losses_and_parameters_equal_those_of_fsdp2(precision: str) -> None:
     torch.manual_seed(3)
     module = Model()
+    tolerance = TOLERANCES[dist.get_world_size(), precision]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         expected = fsdp2_history(copy.deepcopy(module), precision)
     for stage in (0, 3):
-        for own, other in zip(our_history(copy.deepcopy(module), precision, stage), expected, strict=True):
-            tolerance = TOLERANCES[dist.get_world_size(), precision]
-            torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
+        with Sharded(copy.deepcopy(module), stage=stage, precision=precision, optimizer=sgd) as side:
+            found = train(side, range(STEPS))
+            with lightning_zero.gather(side.module):
+                torch.testing.assert_close(
+                    [*found, *side.module.parameters()], expected, rtol=tolerance, atol=tolerance
+                )

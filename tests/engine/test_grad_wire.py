@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,22 +29,22 @@ from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, check_exchange, flat
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 from tests.engine.support import (
-    MakeOptimizer,
     Model,
     Sharded,
+    Work,
     accumulate,
-    adamw,
     assert_equal,
-    autocast,
     floats,
     in_pairs,
     language_loss,
+    mean_square_of,
     sgd,
     tokens,
+    train,
 )
-from tests.engine.test_gradients_together import through_host, together
-from tests.engine.test_hierarchy import Work, accumulated, history
+from tests.engine.test_hierarchy import accumulated, history
 from tests.engine.test_offload import offload
+from tests.engine.test_on_streams import through_host, together
 from tests.harness import on_ranks, run
 from tests.models import Does, linear
 
@@ -72,7 +73,6 @@ def trained(
     wire: str,
     *,
     comm: dict[str, Any] | None = None,
-    optimizer: MakeOptimizer = adamw,
     steps: int = 3,
     clip: bool = False,
     **config: Any,
@@ -80,24 +80,23 @@ def trained(
     """What is found in a training in bf16."""
     torch.manual_seed(3)
     config = {"precision": "bf16", "comm": {"grad_comm_dtype": wire, **(comm or {})}, **config}
-    with Sharded(build(), optimizer=optimizer, **config) as side:
-        return history(side, work, steps=steps, precision="bf16", clip=clip)
+    with Sharded(build(), **config) as side:
+        return history(side, work, steps=steps, clip=clip)
 
 
-class Case(NamedTuple):
-    world: int
-    stage: int
-    micro_batches: int
-    clips: bool
-    row: str
-    together: bool
-    precision: Any
-
-
-VALUES = ((1, 2, 3, 4), range(4), (1, 3), BOTH, ("none", "optimizer_cpu", "nvme"), BOTH, ("bf16", "bf16_true"))
+VALUES = {
+    "world": (1, 2, 3, 4),
+    "stage": range(4),
+    "micro_batches": (1, 3),
+    "clips": BOTH,
+    "row": ("none", "optimizer_cpu", "nvme"),
+    "together": BOTH,
+    "precision": ("bf16", "bf16_true"),
+}
+Case = namedtuple("Case", VALUES)
 CASES = [
     case
-    for case in itertools.starmap(Case, itertools.product(*VALUES))
+    for case in map(Case._make, itertools.product(*VALUES.values()))
     if (case.row == "none" or case.stage > 0) and (case.row != "nvme" or case.stage == 3)
 ]
 
@@ -145,10 +144,7 @@ def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[in
     with Sharded(Model(), stage=stage, **config) as side:
         recorder = recording.listen(accelerator_of(torch.device("cpu")))
         before = recorder.moved["reduce"]
-        with autocast("bf16"):
-            accumulate(side, 0, micro_batches)
-        side.step()
-        side.zero_grad()
+        train(side, [0], accumulated(micro_batches))
         moved = recorder.moved["reduce"] - before
         recording.stop()
         replicas = side.engine.comm.world_size // side.engine.comm.shard_size
@@ -193,11 +189,7 @@ def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
 # -- gradients that are not as autograd makes them --------------------------------------------------------------------
 
 
-class Part(nn.Linear):
-    """A unit."""
-
-
-PARTS = {"classes": ["Part"]}
+PARTS = {"classes": ["Sequential"]}
 
 
 def repeats() -> nn.Module:
@@ -210,13 +202,11 @@ def repeats() -> nn.Module:
                 x = checkpoint(module, x, use_reentrant=True)
         return x
 
-    return Does(act, start=linear(8), first=linear(8), parts=nn.ModuleList(Part(8, 8) for _ in range(2)))
+    return Does(act, start=linear(8), first=linear(8), parts=nn.ModuleList(nn.Sequential(linear(8)) for _ in range(2)))
 
 
 def again(side: Sharded, step: int) -> Tensor:
-    loss = side.module(floats(step, 4, 8).requires_grad_()).float().square().mean()
-    side.backward(loss)
-    return loss.detach()
+    return mean_square_of(side, floats(step, 4, 8).requires_grad_())
 
 
 @on_ranks(2, full=(3,))
@@ -277,7 +267,7 @@ def test_gradients_of_any_scale_are_divided_in_fp32(stage: int) -> None:
         side.engine.passes.reducer.set_loss_scale(3.0)
         loss = language_loss(side.module, tokens(step))
         side.backward(loss * 3.0)
-        return loss.detach()
+        return loss
 
     assert_equal(*(trained(Model, work, wire, stage=stage) for wire in WIRES))
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import lightning_zero
 from lightning_zero.config import Offload, Precision, allowed_rows, make_config
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.planning.buckets import place
@@ -17,7 +19,7 @@ from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests.engine.support import Sharded, autocast, language_loss, tokens
 from tests.harness import on_ranks
-from tests.models import Odd
+from tests.models import VOCABULARY, Odd
 
 ROWS = [(stage.value, offload.value) for stage, offload in allowed_rows() if offload is not Offload.auto]
 
@@ -64,3 +66,38 @@ def test_a_module_on_meta_is_planned_as_it_is_sharded(precision: str) -> None:
         with Sharded(Odd(), stage=stage.value, precision=precision) as side:
             tiers = OFFLOADS[Offload.none]
             assert plan_of(side.engine) == [place(s, STAGES[stage], tiers, dist.get_world_size()) for s in shapes]
+
+
+# -- an engine on the meta device: layouts, order and bytes of a model without its values ----------------------------
+
+
+@pytest.fixture
+def compiler_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch's meta kernels import the compiler, which sets this variable for good where it is not set."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("compiler_cache")
+@pytest.mark.parametrize("built_on", ["meta", "cpu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_whole_steps_without_values(stage: int, precision: str, built_on: str) -> None:
+    with torch.device(built_on):
+        model = Odd()
+    engine = lightning_zero.shard(model, stage=stage, precision=precision, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.add_optimizer(optimizer)
+    for _ in range(2):
+        logits = model(torch.zeros(2, 7, dtype=torch.long, device="meta"))
+        assert logits.shape == (2, 7, VOCABULARY)
+        logits.sum().backward()
+        engine.passes.wait_for_all()
+        lightning_zero.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        assert held_bytes(engine) == planned_bytes(plan_of(engine), moment=Moment.reduced)
+        optimizer.zero_grad()
+    with pytest.raises(NotImplementedError, match="no data"):
+        engine.state_dict()
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    engine.release()
+    assert all(type(p) is nn.Parameter and p.is_meta for p in model.parameters())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,16 +22,13 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.transports import Members
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import capacity
-from tests.engine.support import Model, Sharded, accumulate, assert_equal, autocast
-from tests.engine.test_offload import offload, whole
+from tests.engine.support import Model, Sharded, Work, accumulate, assert_equal, train, whole
+from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
 STAGES = [0, 1, 2, 3]
-
-
-Work = Callable[[Sharded, int], Any]
 
 
 def sharded(module: nn.Module, ranks_per_node: int, hybrid_shard: str = "node", **config: Any) -> Sharded:
@@ -43,20 +40,9 @@ def accumulated(micro_batches: int = 1) -> Work:
     return functools.partial(accumulate, micro_batches=micro_batches)
 
 
-def history(
-    side: Sharded, work: Work | None = None, *, steps: int = 3, precision: str = "fp32", clip: bool = False
-) -> list[Any]:
+def history(side: Sharded, work: Work | None = None, *, steps: int = 3, clip: bool = False) -> list[Any]:
     """What ``work`` (or two micro-batches) gives in each step, norms, and parameters and states at the end."""
-    found: list[Any] = []
-    work = work or accumulated(2)
-    for step in range(steps):
-        with autocast(precision):
-            found.append(work(side, step))
-        if clip:
-            found.append(side.clip(0.3))
-        side.step()
-        side.zero_grad()
-    return found + whole(side)
+    return [*train(side, range(steps), work or accumulated(2), clip=clip), *whole(side)]
 
 
 def histories(each: Iterable[tuple[int, str, dict[str, Any]]], **settings: Any) -> list[list[Any]]:
@@ -67,7 +53,7 @@ def histories(each: Iterable[tuple[int, str, dict[str, Any]]], **settings: Any) 
         with sharded(Model(), ranks_per_node, hybrid_shard, **config) as side:
             replicas = dist.get_world_size() // ranks_per_node if hybrid_shard == "node" else 1
             assert len(side.engine.comm.topology.shard_groups) == replicas
-            found.append(history(side, precision=config.get("precision", "fp32"), **settings))
+            found.append(history(side, **settings))
     return found
 
 
@@ -136,11 +122,9 @@ def test_only_reduced_shards_cross_nodes(stage: int, micro_batches: int) -> None
     for hybrid_shard in ("node", "flat"):
         with sharded(Model(), 2, hybrid_shard, stage=stage) as side:
             work = accumulated(micro_batches)
-            history(side, work, steps=1)
+            train(side, [0], work)
             with bytes_from_other_nodes(side.engine.comm, 2) as found:
-                work(side, 5)
-                side.step()
-                side.zero_grad()
+                train(side, [5], work)
                 side.engine.passes.wait_for_all()
             reductions = micro_batches if stage >= 2 else 1
             full = sum(b.layout.numel * 4 for b in side.engine.buckets)

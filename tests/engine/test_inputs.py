@@ -7,6 +7,7 @@ import copy
 import dataclasses
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,14 +24,16 @@ from tests.engine.support import (
     Model,
     Sharded,
     Side,
-    Twin,
     assert_equal,
     assert_same,
+    beside_twin,
     check,
     floats,
     mean_square,
+    mean_square_of,
     scope,
     sgd,
+    step_and_clear,
     tokens,
 )
 from tests.harness import on_ranks
@@ -50,18 +53,10 @@ def image(step: int) -> Tensor:
 
 
 def image_work(side: Side, step: int) -> Tensor:
-    side.backward(loss := side.module(image(step)).square().mean())
-    return loss
+    return mean_square_of(side, image(step))
 
 
 # -- containers, keywords, several times ------------------------------------------------------------------------------
-
-
-class Unknown:
-    """A container that nobody can look into."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
 
 
 Pair = namedtuple("Pair", ["value", "other"])
@@ -72,7 +67,7 @@ WRAP: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "named tuple": (lambda t: Pair(t, None), lambda r: r.value),
     "nested": (lambda t: {"a": [(t, 1), "text"]}, lambda r: r["a"][0][0]),
     "ordered dict": (lambda t: OrderedDict(value=t), lambda r: r["value"]),
-    "unknown": (Unknown, lambda r: r.value),
+    "unknown": (lambda t: SimpleNamespace(value=t), lambda r: r.value),  # nobody can look into it
 }
 
 
@@ -102,8 +97,7 @@ def test_inputs_need_gradients_or_not_or_are_ignored(stages: tuple[int, ...]) ->
 
     def work(side: Side, step: int) -> Tensor:
         x = floats(step, 4, WIDTH).requires_grad_(step % 2 == 1)
-        loss = side.module(x).square().mean()
-        side.backward(loss)
+        loss = mean_square_of(side, x)
         return loss if x.grad is None else x.grad
 
     def gates(m: Any, x: Tensor) -> Tensor:
@@ -138,7 +132,7 @@ def test_attention_that_reads_its_children_s_weights_trains(max_bytes: int) -> N
     def work(side: Side, step: int) -> Tensor:
         if isinstance(side, Sharded):
             assert len(side.engine.units) > 3
-        side.backward(side.module(floats(step, 2, 5, 16)).square().mean())
+        mean_square_of(side, floats(step, 2, 5, 16))
         side.module.eval()
         with torch.no_grad():
             seen = side.module(floats(step, 2, 5, 16))
@@ -340,15 +334,8 @@ def with_losses(side: Side, step: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["gate", "gate and norm", "scale of the output", "linear of the output"])
 @pytest.mark.parametrize("how", ["none", "blocks", "offload"])
 def test_losses_that_are_kept_on_modules_train(kind: str, how: str) -> None:
-    def work(side: Side, step: int) -> Tensor:
-        with scope(side):
-            out = side.module(image(step))
-            loss = out.square().mean() + 0.1 * sum(block.loss for block in side.module.blocks)
-        side.backward(loss)
-        return loss
-
     build = lambda: Chain(lambda: keeps_a_loss(kind))  # noqa: E731
-    check(build, work, stage=OUTER_STAGES, plain=BOTH, activation_checkpointing=how)
+    check(build, with_losses, stage=OUTER_STAGES, plain=BOTH, activation_checkpointing=how)
 
 
 @on_ranks(2)
@@ -416,9 +403,8 @@ def test_a_second_backward_through_a_weight_that_was_read_outside_is_done_or_ref
 ) -> None:
     """Never done with what stands for its values, whether its unit happened to be gathered when it was read or not."""
     torch.manual_seed(3)
-    module = Chain()
-    twin = Twin(module)
-    with Sharded(module, plain=plain, keep_gathered_bytes=keep) as sharded:
+    sharded, twin = beside_twin(Chain(), plain=plain, keep_gathered_bytes=keep)
+    with sharded:
         for step in range(4):
             for side in (twin, sharded):
                 weight = next(p for p in side.module.get_submodule(where).parameters() if p.ndim == 2)
@@ -432,8 +418,7 @@ def test_a_second_backward_through_a_weight_that_was_read_outside_is_done_or_ref
                     assert side is sharded and "modified by an inplace operation" in str(error)
                     assert plain or "read outside of its module's call" in error.__notes__[0]
                     return
-                side.step()
-                side.zero_grad()
+                step_and_clear(side)
             assert_same(sharded, twin)
 
 
@@ -451,27 +436,27 @@ def test_hooks_of_users_see_gathered_parameters() -> None:
         for block in module.blocks:
             block.register_full_backward_hook(look)
         for step in range(2):
-            side.backward(module(tokens(step)).square().mean())
+            mean_square_of(side, tokens(step))
     assert seen == [True] * 12
 
 
 @on_ranks(2)
 def test_hooks_of_users_on_saved_tensors_still_count() -> None:
     """Other saved tensors than weights go through them, inside units too."""
-    moved: dict[type, list[int]] = {Twin: [], Sharded: []}
+    moved: list[int] = []  # sizes, on the side of the engine
 
     def work(side: Side, step: int) -> Tensor:
         def pack(tensor: Tensor) -> Tensor:
-            moved[type(side)].append(tensor.numel())
+            moved.extend([tensor.numel()] * isinstance(side, Sharded))
             return tensor.clone()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return image_work(side, step)
 
     for stage in OUTER_STAGES:
-        moved[Sharded].clear()
+        moved.clear()
         check(Chain, work, stage=stage)
-        assert moved[Sharded].count(2 * 3 * WIDTH) > 4
+        assert moved.count(2 * 3 * WIDTH) > 4
 
 
 FUNCTIONS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {

@@ -16,7 +16,7 @@ from lightning_zero.optimizers import chunks
 from lightning_zero.optimizers.chunks import round_stochastically, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import start_state
 from tests.engine.optimizers import SignDescent
-from tests.engine.support import Model, Sharded, assert_equal
+from tests.engine.support import Model, Sharded, assert_equal, train
 from tests.engine.test_hierarchy import accumulated, history
 from tests.engine.test_offload import OPTIMIZERS, offload
 from tests.harness import on_ranks
@@ -69,7 +69,7 @@ def test_rounding_depends_on_place_and_salt_alone() -> None:
 def training(optimizer: str, **config: Any) -> list[Any]:
     torch.manual_seed(3)
     with Sharded(Model(), optimizer=OPTIMIZERS[optimizer], **config) as side:
-        return history(side, accumulated(), precision="bf16" if "grad_dtype" in config["precision"] else "fp32")
+        return history(side, accumulated())
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------------
@@ -117,18 +117,20 @@ def test_no_whole_copy_of_gradients_in_another_dtype(stage: int, optimizer: str)
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+STOCHASTIC = {"name": "bf16_true", "stochastic_rounding": True}
+
+
 def rounded(**place: Any) -> dict[str, Any]:
-    return {"precision": {"name": "bf16_true", "stochastic_rounding": True}, **place}
+    return {"precision": STOCHASTIC, **place}
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_stages_and_tiers_round_alike(optimizer: str, tmp_path: Path) -> None:
     expected = training(optimizer, stage=3, **rounded())
-    places: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2)]
-    places += [{"stage": 3, **offload(row, tmp_path)} for row in ("cpu", "nvme")]
-    for place in places:
-        assert_equal(training(optimizer, **rounded(**place)), expected, str(place))
+    for row, stage in (("none", 0), ("none", 1), ("none", 2), ("cpu", 3), ("nvme", 3)):
+        found = training(optimizer, stage=stage, **rounded(**offload(row, tmp_path)))
+        assert_equal(found, expected, f"{row} at stage {stage}")
     nearest = training(optimizer, stage=3, precision="bf16_true")
     assert any(not torch.equal(a, b) for a, b in zip(nearest, expected, strict=True) if isinstance(a, Tensor))
 
@@ -137,21 +139,15 @@ def test_stages_and_tiers_round_alike(optimizer: str, tmp_path: Path) -> None:
 def test_small_steps_are_not_lost() -> None:
     """A thousand steps of a thousandth of the weight's last bit."""
     moved = {}
+    ones = torch.ones(1, 64, dtype=torch.bfloat16)
     for stochastic in (False, True):
-        torch.manual_seed(0)
         module = torch.nn.Linear(64, 64, bias=False)
         torch.nn.init.ones_(module.weight)
         precision = {"name": "bf16_true", "stochastic_rounding": stochastic}
-        engine = lightning_zero.shard(module, device="cpu", precision=precision)
-        optimizer = torch.optim.SGD(module.parameters(), lr=2**-14)
-        engine.add_optimizer(optimizer)
-        for _ in range(200):
-            engine.passes.backward(module(torch.full((1, 64), 1.0, dtype=torch.bfloat16)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        with lightning_zero.gather(module):
-            moved[stochastic] = 1.0 - module.weight.double().mean().item()
-        engine.release()
+        with Sharded(module, optimizer=lambda params: torch.optim.SGD(params, lr=2**-14), precision=precision) as side:
+            train(side, range(200), lambda side, _: side.backward(side.module(ones).sum()))
+            with lightning_zero.gather(module):
+                moved[stochastic] = 1.0 - module.weight.double().mean().item()
     assert moved[False] == 0.0
     assert moved[True] == pytest.approx(200 * 2**-14, rel=0.1)
 
@@ -161,13 +157,11 @@ def test_small_steps_are_not_lost() -> None:
 
 @on_ranks(1)
 def test_where_nothing_is_rounded_and_other_optimizers_are_refused() -> None:
-    for name, precision in (("fp32", {}), ("bf16", {"name": "bf16"})):
-        settings = {"precision": {"stochastic_rounding": True, **precision}}
-        says = rf"stochastic_rounding: expected false .* got true with zero/precision={name}\."
-        with pytest.raises(ConfigError, match=says):
-            lightning_zero.shard(torch.nn.Linear(2, 2), device="cpu", **settings)
-    module = torch.nn.Linear(8, 8)
-    engine = lightning_zero.shard(module, device="cpu", **rounded(optimizer={"sharding": "slices"}))
-    with pytest.raises(ConfigError, match=r"stochastic_rounding: expected one of torch's .* got .*SignDescent"):
-        engine.add_optimizer(SignDescent(module.parameters()))
-    engine.release()
+    slices = rounded(optimizer_settings={"sharding": "slices"})
+    for says, config in (
+        (r"false .* got true with zero/precision=fp32\.", {"precision": {"stochastic_rounding": True}}),
+        (r"false .* got true with zero/precision=bf16\.", {"precision": {**STOCHASTIC, "name": "bf16"}}),
+        (r"one of torch's .* got .*SignDescent", {"optimizer": SignDescent, **slices}),
+    ):
+        with pytest.raises(ConfigError, match=rf"stochastic_rounding: expected {says}"):
+            Sharded(torch.nn.Linear(8, 8), **config)

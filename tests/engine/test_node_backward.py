@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,17 +34,21 @@ from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 from tests.engine.support import (
     Model,
     Sharded,
+    Work,
     accumulate,
     assert_equal,
     floats,
     in_pairs,
     language_loss,
+    mean_square_of,
     places_posted_often,
+    step_and_clear,
     tokens,
+    train,
 )
-from tests.engine.test_gradients_together import through_host, together
-from tests.engine.test_hierarchy import Work, bytes_from_other_nodes, history, sharded
+from tests.engine.test_hierarchy import accumulated, bytes_from_other_nodes, history, sharded
 from tests.engine.test_offload import offload
+from tests.engine.test_on_streams import through_host, together
 from tests.harness import on_ranks, run
 from tests.models import paths
 
@@ -61,7 +66,7 @@ def trained(hybrid_shard: str, work: Work, *, build: Callable[[], nn.Module] = M
     torch.manual_seed(3)
     with sharded(build(), PER_NODE, hybrid_shard, **config) as side:
         assert side.engine.comm.shard_size == dist.get_world_size()
-        found = history(side, works, precision=str(config.get("precision", "fp32")))
+        found = history(side, works)
         assert not kept(side)
         return found
 
@@ -73,23 +78,17 @@ def kept(side: Sharded) -> list[Tensor]:
 # -- parity -----------------------------------------------------------------------------------------------------------
 
 
-class Case(NamedTuple):
-    precision: str
-    micro_batches: int
-    clips: bool
-    row: str
-    prefetch_bytes: int
-    keep_gathered_bytes: int
-    activation_checkpointing: str
-    dynamic_graph: bool
-    together: bool
-
-
 BOOLS = (False, True)
-ROWS = ("none", "optimizer_cpu")
-BYTES = (0, 10_000, 1 << 28)
-VALUES = (("fp32", "bf16"), (1, 3), BOOLS, ROWS, BYTES, BYTES[:2], ("none", "blocks"), BOOLS, BOOLS)
-CASES = list(itertools.starmap(Case, itertools.product(*VALUES)))
+SETTINGS = {
+    "precision": ("fp32", "bf16"),
+    "prefetch_bytes": (0, 10_000, 1 << 28),
+    "keep_gathered_bytes": (0, 10_000),
+    "activation_checkpointing": ("none", "blocks"),
+    "dynamic_graph": BOOLS,
+}
+VALUES = {"micro_batches": (1, 3), "clips": BOOLS, "row": ("none", "optimizer_cpu"), "together": BOOLS, **SETTINGS}
+Case = namedtuple("Case", VALUES)
+CASES = list(map(Case._make, itertools.product(*VALUES.values())))
 
 
 @pytest.mark.sample
@@ -100,8 +99,7 @@ def test_it_equals_flat_to_the_bit(case: Case, tmp_path: Path) -> None:
         loss = accumulate(side, step, case.micro_batches)
         return loss, side.clip(0.3) if case.clips else None
 
-    names = ("precision", "prefetch_bytes", "keep_gathered_bytes", "activation_checkpointing", "dynamic_graph")
-    config = {name: getattr(case, name) for name in names} | offload(case.row, tmp_path)
+    config = {name: getattr(case, name) for name in SETTINGS} | offload(case.row, tmp_path)
     alone = contextlib.nullcontext()
     host = through_host() if case.row != "none" or case.dynamic_graph else alone
     with together() if case.together else alone, host:
@@ -122,9 +120,7 @@ def test_gathers_of_the_backward_stay_within_the_node(micro_batches: int, recomp
     across = {}
     for hybrid_shard in BOTH:
         with sharded(Model(), PER_NODE, hybrid_shard, activation_checkpointing=recompute) as side:
-            accumulate(side, 0, micro_batches)
-            side.step()  # the order is known from here on
-            side.zero_grad()
+            train(side, [0], accumulated(micro_batches))  # the order is known from here on
             with bytes_from_other_nodes(side.engine.comm, PER_NODE) as found:
                 accumulate(side, 1, micro_batches)
             across[hybrid_shard] = found["gather"], found["reduce"]
@@ -197,8 +193,7 @@ def steps_in_a_scope(side: Sharded, step: int) -> Any:
         for micro in range(2):
             loss = language_loss(side.module, tokens(step, micro))
             side.backward(loss)
-            side.step()
-            side.zero_grad()
+            step_and_clear(side)
             with torch.no_grad():
                 found += [loss.detach(), language_loss(side.module, tokens(step, 5))]
         side.optimizer.step(lambda: None)
@@ -230,9 +225,7 @@ def raises(side: Sharded, step: int) -> Any:
 def other_paths(side: Sharded, step: int) -> Any:
     rank = dist.get_rank()
     path = [(0, 1, 2, 3), (1, 0, 1), (3, 3, 2), (0,)][(rank + step) % 4]
-    loss = side.module(floats(step, 2, 6), path).square().mean()
-    side.backward(loss)
-    return loss.detach()
+    return mean_square_of(side, floats(step, 2, 6), path)
 
 
 PATHS: dict[str, Any] = {"build": paths, "dynamic_graph": True, "unit": {"classes": ["Linear"]}}
@@ -275,25 +268,22 @@ def test_the_plan_of_a_machine_knows_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"stage": 2}, r"zero/stage=zero2\. Choose zero/stage=zero3"), ({"offload": "cpu"}, r"zero/offload=cpu\. Choose")],
-)
-def test_rows_that_it_cannot_work_with_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=rf"hybrid_shard: expected .* got node_backward with {words}"):
-        make_config(comm={"hybrid_shard": "node_backward"}, **settings)
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
+    ("refuses", "words"),
     [
-        ("aaaa", r"several nodes of several ranks each, got one node .*hybrid_shard=flat"),
-        ("abcd", r"several nodes of several ranks each, got one rank on each"),
-        ("aaab", r"the same number of ranks on every node, got 3 on a, 1 on b"),
+        (lambda: settings_of(stage=2), r".* got node_backward with zero/stage=zero2\. Choose zero/stage=zero3"),
+        (lambda: settings_of(offload="cpu"), r".* got node_backward with zero/offload=cpu\. Choose"),
+        (lambda: within_nodes("aaaa"), r"several nodes of several ranks each, got one node .*hybrid_shard=flat"),
+        (lambda: within_nodes("abcd"), r"several nodes of several ranks each, got one rank on each"),
+        (lambda: within_nodes("aaab"), r"the same number of ranks on every node, got 3 on a, 1 on b"),
     ],
 )
-def test_nodes_that_it_cannot_work_with_are_refused(names: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"node_backward: expected {words}"):
-        within_nodes(names)
+def test_rows_and_nodes_that_it_cannot_work_with_are_refused(refuses: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"(hybrid_shard|node_backward): expected {words}"):
+        refuses()
+
+
+def settings_of(**settings: Any) -> Any:
+    return make_config(comm={"hybrid_shard": "node_backward"}, **settings)
 
 
 def _fails() -> None:

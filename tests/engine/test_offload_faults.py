@@ -36,17 +36,13 @@ from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pages import HOST
 from lightning_zero.tiers.pinned import READ_AHEAD, ReadAhead
-from tests.engine.support import Model, Sharded, accumulate, floats, tokens
+from tests.engine.support import Model, Sharded, accumulate, floats, mean_square_of, step_and_clear, tokens
 from tests.engine.test_offload import compare, late_steps, offload, slow_steps, train
 from tests.harness import assert_gone, on_ranks, run
 from tests.models import Clamped, linear
 from tests.rows import IN_FILES, PLACES, STATE_IN_FILES
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
-
-SOME_STATE_IN_FILES = pytest.mark.parametrize(
-    ("row", "stage"), [("optimizer_nvme", 1), ("optimizer_nvme", 3), ("nvme", 3)]
-)
 
 
 def file_storages(engine: Engine) -> list[FileStorage]:
@@ -90,7 +86,7 @@ def test_at_rest_nothing_of_it_is_in_memory(row: str, stage: int, tmp_path: Path
         sharded = [bucket for bucket in engine.buckets if not bucket.plan.whole]  # norms stay on the device
         assert (len(storages) == len(sharded)) == (row in STATE_IN_FILES)
         assert_at_rest(engine)
-        for act in (lambda: train(side, 2, precision="bf16"), evaluate, save_and_load):
+        for act in (lambda: train(side, 2), evaluate, save_and_load):
             act()
             engine.passes.wait_for_all()
             assert_at_rest(engine)
@@ -122,12 +118,11 @@ def test_a_unit_waits_for_its_own_step_only(row: str, stage: int, tmp_path: Path
         train(side, 2)
         side.engine.passes.wait_for_all()
         side.module.blocks[0].register_forward_hook(lambda *_: ran.append("blocks.0"))
-        side.backward(side.module(tokens(3)).square().mean())
+        mean_square_of(side, tokens(3))
         ran.clear()
         with late_steps(wait):
-            side.step()
-        side.zero_grad()
-        side.backward(side.module(tokens(4)).square().mean())
+            step_and_clear(side)
+        mean_square_of(side, tokens(4))
 
 
 @contextlib.contextmanager
@@ -254,7 +249,7 @@ def test_parameters_that_could_not_be_written_after_the_last_step_are_told(tmp_p
     failed.set_exception(DiskError(errno.EIO, "writing failed"))
     side = Sharded(Model(), stage=3, **offload("nvme", tmp_path))
     train(side, 1)
-    side.backward(side.module(tokens(3)).square().mean())
+    mean_square_of(side, tokens(3))
     with mock.patch.object(NvmeTier, "write_behind", return_value=failed):
         side.step()
         with pytest.raises(DiskError, match="writing failed"):
@@ -271,36 +266,6 @@ def close_all(engine: Engine) -> None:
     engine.comm.waits.close()
 
 
-def assert_names_it(error: BaseException, folder: Path, what: str) -> None:
-    assert all(word in str(error) for word in (str(folder), ".bin", "byte offset", "#0", what)), error
-
-
-@on_ranks(1)
-@SOME_STATE_IN_FILES
-def test_a_file_that_was_cut_off(row: str, stage: int, tmp_path: Path) -> None:
-    side = Sharded(Model(), stage=stage, **offload(row, tmp_path))
-    train(side, 2)
-    side.engine.passes.wait_for_all()
-    accumulate(side, 2, 1)
-    os.truncate(next(tmp_path.rglob("*.bin")), 4096)
-    for attempt in range(10):  # more often than there are units
-        with pytest.raises(DiskError) as caught:
-            if attempt == 0:
-                side.step()  # the worker finds it, perhaps before this has returned
-            with torch.no_grad():
-                side.module(tokens(3))  # and it stays so
-        assert_names_it(caught.value, tmp_path, "the file ends here")
-        side.engine.passes.abort()
-    for look in (
-        side.engine.state_dict,
-        side.engine.passes.wait_for_all,
-        lambda: state_dicts.optimizer_state(side.engine, side.optimizer),
-    ):
-        with pytest.raises(DiskError):
-            look()
-    close_all(side.engine)
-
-
 def failing(call: Callable[..., int], code: int, when: Callable[[], bool]) -> Callable[..., int]:
     def moved(*args: Any) -> int:
         if when():
@@ -310,9 +275,15 @@ def failing(call: Callable[..., int], code: int, when: Callable[[], bool]) -> Ca
     return moved
 
 
+ERRORS = {"read": "reading", "write": "writing", "cut": "the file ends here"}
+
+
 @on_ranks(1)
-@pytest.mark.parametrize("kind", ["read", "write"])
-@pytest.mark.parametrize(("row", "stage"), [place for place in PLACES if place[0] in IN_FILES], ids=str)
+@pytest.mark.parametrize(
+    ("row", "stage", "kind"),
+    [(*place, kind) for place in PLACES if place[0] in IN_FILES for kind in ("read", "write")]
+    + [(*place, "cut") for place in PLACES if place[0] in STATE_IN_FILES],
+)
 def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -> None:
     engine = meets_an_error(row, stage, kind, tmp_path)
     train(Sharded(Model(), stage=0), 2)  # whose waits call what the failed engine has left to do
@@ -322,30 +293,34 @@ def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -
 def meets_an_error(row: str, stage: int, kind: str, tmp_path: Path) -> weakref.ref[Engine]:
     broken = False
     side = Sharded(Model(), stage=stage, **offload(row, tmp_path))
-    assert side.engine.tiers.nvme is not None
-    calls = side.engine.tiers.nvme._file.syscalls
+    engine = side.engine
+    calls = engine.tiers.nvme._file.syscalls
     if kind == "read":
         calls.preadv = failing(calls.preadv, errno.EIO, lambda: broken)
-    else:
+    elif kind == "write":
         calls.pwritev = failing(calls.pwritev, errno.ENOSPC, lambda: broken)
     train(side, 2)
-    side.engine.passes.wait_for_all()
+    engine.passes.wait_for_all()
     if not (row == "optimizer_cpu_param_nvme" and kind == "read"):
         accumulate(side, 2, 1)
     broken = True
+    if kind == "cut":
+        os.truncate(next(tmp_path.rglob("*.bin")), 4096)
     with pytest.raises(DiskError) as caught:
         side.step()  # the worker finds it, perhaps before this has returned
         accumulate(side, 3, 1)
-    assert_names_it(caught.value, tmp_path, "reading" if kind == "read" else "writing")
-    side.engine.passes.abort()
+    assert all(word in str(caught.value) for word in (str(tmp_path), ".bin", "byte offset", "#0", ERRORS[kind]))
+    engine.passes.abort()
     broken = False
-    if kind == "write" or "optimizer_nvme" in row:  # what was lost stays lost
-        for look in (lambda: accumulate(side, 3, 1), side.engine.state_dict, side.engine.passes.wait_for_all):
+    if kind != "read" or "optimizer_nvme" in row:  # what was lost stays lost
+        forwards = [lambda: accumulate(side, 3, 1)] * 10  # more often than there are units
+        saves = lambda: state_dicts.optimizer_state(engine, side.optimizer)  # noqa: E731
+        for look in (*forwards, engine.state_dict, engine.passes.wait_for_all, saves):
             with pytest.raises(DiskError):
                 look()
-            side.engine.passes.abort()
-    close_all(side.engine)
-    return weakref.ref(side.engine)
+            engine.passes.abort()
+    close_all(engine)
+    return weakref.ref(engine)
 
 
 @on_ranks(1)
@@ -405,20 +380,6 @@ def test_whoever_waits_for_the_worker_gets_its_error(where: str) -> None:
         with pytest.raises(OSError, match="the disk"):
             worker.wait()
     worker.close()
-
-
-@on_ranks(1)
-def test_an_error_that_passes_is_retried(tmp_path: Path) -> None:
-    failures = iter([False, False, True, True])
-    with Sharded(Model(), **offload("nvme", tmp_path)) as side, Sharded(Model(), offload="none") as plain:
-        with lightning_zero.gather(plain.module), lightning_zero.gather(side.module), torch.no_grad():
-            for p, q in zip(side.module.parameters(), plain.module.parameters(), strict=True):
-                q.copy_(p)
-        assert side.engine.tiers.nvme is not None
-        calls = side.engine.tiers.nvme._file.syscalls
-        calls.preadv = failing(calls.preadv, errno.EIO, lambda: next(failures, False))
-        assert train(side, 3) == train(plain, 3)
-        assert next(failures, None) is None
 
 
 def _fail_on_one_rank(folder: Path) -> None:
@@ -508,9 +469,8 @@ def test_a_write_comes_while_the_worker_brings_the_stepped_masters_to_rest(
             if how == "assign" and step:
                 for param in side.module.parameters():
                     param.data = torch.full(param.shape, 0.01 * step)
-            side.backward(side.module(floats(step, 4, 64)).square().mean())
-            side.step()
-            side.zero_grad()
+            mean_square_of(side, floats(step, 4, 64))
+            step_and_clear(side)
         return []
 
     unit = {"classes": ["Clamped" if how == "clamp" else "Sequential"]}

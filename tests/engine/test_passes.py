@@ -485,7 +485,7 @@ def test_release_gives_the_plain_module_back(stage: int, precision: str) -> None
     before = dict(module.named_parameters())
     with with_twin(lambda: module, stage=stage, precision=precision) as (side, twin):
         for one in (side, twin):
-            train(one, [0], precision)
+            train(one, [0])
     for (name, param), master in zip(module.named_parameters(), twin.masters.values(), strict=True):
         assert param is before[name]
         assert torch.equal(param, master.value) and param.grad is None

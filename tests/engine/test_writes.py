@@ -190,7 +190,7 @@ def test_data_that_is_assigned_is_kept(
             if not right_after_a_step:
                 assert_same(sharded, twin, what=f"step {step}: ")
             for side in (sharded, twin):
-                train(side, [step], precision)
+                train(side, [step])
         assert_same(sharded, twin)
         assert [name for name, _ in sharded.module.named_parameters()] == list(params)
 

@@ -1,11 +1,11 @@
-"""Gradients that go into the buffer of their bucket in one call, as on a device, give the bits of those that go alone.
-
-Here the ways of a device, its streams too, are taken on the host, where there are values to compare.
+"""The ways that gradients and offload take where a device has streams, on the host and with values: the bits are the
+same. ``tests/device`` proves their order, on a device without values.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,24 +19,54 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 import lightning_zero.device
+from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import DirectTransport, HostTransport
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
+from lightning_zero.engine.units import grad_store
+from lightning_zero.engine.units.grad_store import Landing
+from lightning_zero.tiers import pinned
+from lightning_zero.tiers.host import HostTier
 from tests.engine.support import (
+    MakeOptimizer,
     Model,
     Sharded,
+    Work,
+    accumulate,
+    adamw,
     assert_equal,
     check,
     floats,
     language_loss,
+    mean_square_of,
+    sgd,
     tokens,
+    whole,
 )
-from tests.engine.test_hierarchy import Work, accumulated, histories, history
-from tests.engine.test_offload import offload
-from tests.engine.test_offload_streams import AtOnce
+from tests.engine.test_hierarchy import accumulated, histories, history
+from tests.engine.test_offload import observed, offload
 from tests.harness import on_ranks
 from tests.models import Does, linear, paths
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
+
+
+class AtOnce(Accelerator):
+    """Streams whose work is over when it has been queued."""
+
+    has_streams = True
+
+    def new_stream(self) -> Any:
+        return "stream"
+
+    def record(self) -> Any:
+        return "event"
+
+
+STREAMS = mock.patch.dict(lightning_zero.device._KINDS, {"cpu": AtOnce})
+
+
+# -- gradients that are copied into the buffer of their bucket in one call --------------------------------------------
 
 
 def through_host() -> contextlib.AbstractContextManager[Any]:
@@ -63,10 +93,7 @@ def together() -> Iterator[list[int]]:
             counts.append(len(self.waiting))
         copy_in(self)
 
-    with (
-        mock.patch.dict(lightning_zero.device._KINDS, {"cpu": AtOnce}),
-        mock.patch.object(BucketGrads, "copy_in", counted),
-    ):
+    with STREAMS, mock.patch.object(BucketGrads, "copy_in", counted):
         yield counts
 
 
@@ -134,22 +161,6 @@ def test_the_scale_of_the_loss_may_change_between_micro_batches(stage: int) -> N
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_of_a_backward_that_raised_do_not_wait_for_the_next(stage: int) -> None:
-    torch.manual_seed(3)
-    module = Model()
-    with together(), Sharded(module, stage=stage) as side:
-        handle = module.blocks[1].up.weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            side.backward(language_loss(module, tokens(0)))
-        handle.remove()
-        assert not any(grads.waiting for grads in side.engine.passes.reducer.grads.values())
-        side.zero_grad()
-        side.backward(language_loss(module, tokens(1)))
-        side.step()
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 def test_sums_over_nodes_follow_in_the_stream(stage: int) -> None:
     """Nodes of one rank: the messages that follow a reduction, and the factor on what they sum."""
@@ -176,8 +187,98 @@ def test_ranks_that_take_other_paths() -> None:
 
     def work(side: Sharded, step: int) -> Tensor:
         path = [(0, 1, 2, 3), (1, 0, 1), (3, 3, 2)][(dist.get_rank() + step) % 3]
-        loss = side.module(floats(step, 2, 6), path).square().mean()
-        side.backward(loss)
-        return loss.detach()
+        return mean_square_of(side, floats(step, 2, 6), path)
 
     on_both(paths, work, host=True, stage=3, dynamic_graph=True, unit={"classes": ["Linear"]})
+
+
+# -- offload ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def streams() -> Iterator[None]:
+    """Engines made inside have streams, and small buffers, so that what is large passes them in pieces."""
+    with STREAMS, mock.patch.object(grad_store, "PAIR_NBYTES", 1024), mock.patch.object(pinned, "PAIR_NBYTES", 1024):
+        yield
+
+
+def compare_on_streams(row: str, folder: Path, body: Callable[[Sharded], list[Any]], **settings: Any) -> None:
+    """``body`` finds the same with offload on a device with streams, and without."""
+    found = []
+    for ways, place in ((streams, offload(row, folder)), (contextlib.nullcontext, {})):
+        torch.manual_seed(3)
+        with ways(), Sharded(Model(width=64), **settings, **place) as side:
+            found.append([*body(side), *whole(side)])
+    assert_equal(*found)
+
+
+CASES = [  # by which norm gradients are clipped, or twice
+    ("optimizer_cpu", "fp32", "2", 1),
+    ("cpu", "bf16", "inf", 2),
+    ("optimizer_nvme", "fp16", "twice", 1),
+    ("optimizer_cpu_param_nvme", "bf16_true", "", 2),
+    ("nvme", "fp16", "2", 2),
+    ("cpu", "fp32", "twice", 1),
+    ("nvme", "bf16_true", "inf", 1),
+]
+
+
+@on_ranks(2, full=(1,))
+@pytest.mark.parametrize(("row", "precision", "clips", "micro_batches"), CASES)
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_training_equals_no_offload(
+    row: str, precision: str, clips: str, micro_batches: int, optimizer: MakeOptimizer, tmp_path: Path
+) -> None:
+    def look(side: Sharded) -> list[Any]:
+        places = map(side.engine.units.place_of, side.module.parameters())
+        found: list[Any] = [side.engine.passes.sharded_grads.overflowed(places)]
+        if clips == "twice":
+            return [*found, side.clip(0.4), side.clip(0.2)]
+        return [*found, side.clip(0.3, float(clips))] if clips else found
+
+    def body(side: Sharded) -> list[Any]:
+        return observed(side, micro_batches, look, steps=4)  # from the second on, norms are taken on the way
+
+    compare_on_streams(row, tmp_path, body, precision=precision, optimizer=optimizer)
+
+
+@on_ranks(2)
+def test_a_norm_is_that_of_the_gradient_as_it_is_now(tmp_path: Path) -> None:
+    """What was found out on its way counts only as long as nobody has changed it."""
+
+    def changes(side: Sharded) -> Iterator[Any]:
+        for step in range(3):
+            yield accumulate(side, step, 1)
+            yield side.clip(0.1)
+            with lightning_zero.gather(side.module, grads=True):
+                for p in side.module.parameters():
+                    p.grad.mul_(3)
+            yield
+            yield accumulate(side, step, 1)
+            next(side.module.parameters()).grad = None
+            yield
+            yield side.step()
+            side.zero_grad()
+
+    def norms(side: Sharded) -> list[Tensor]:
+        return [lightning_zero.grad_norm(side.module) for _ in changes(side)]
+
+    compare_on_streams("cpu", tmp_path, norms)
+
+
+def test_a_gradient_that_is_cleared_while_it_is_added_up_is_not_in_the_next_one() -> None:
+    land = Landing._land
+
+    def late(self: Landing, piece: Any) -> None:
+        time.sleep(0.1)
+        land(self, piece)
+
+    landing = Landing(Streams(AtOnce(torch.device("cpu"))), threads=1)
+    with contextlib.closing(HostTier()) as tier, mock.patch.object(Landing, "_land", late):
+        store = grad_store.OnHost(tier, "unit", 100, torch.float32, landing)
+        for _ in range(2):
+            store.add(torch.ones(100))
+        store.clear()
+        store.add(torch.full((100,), 3.0))
+        landing.close()  # the thread has ended
+        assert store.value is not None and store.value.eq(3).all()
