@@ -49,6 +49,7 @@ EPOCH = SAMPLES // 4  # batches
 
 
 Terminated = partial(Signalled, signum=int(signal.SIGTERM))
+InValidation = partial(Terminated, where="validation")
 
 
 @on_ranks(2)
@@ -74,7 +75,6 @@ def test_sigterm_saves_and_leaves_and_requeues_nothing(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_steps_for_loggers_are_counted_as_without_interruption(tmp_path: Path) -> None:
     """In a job that is interrupted twice, of whose checkpoints the newest alone is kept: each holds the whole state."""
-    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
     seen = []
 
     class Watching(Signalled):
@@ -84,27 +84,11 @@ def test_steps_for_loggers_are_counted_as_without_interruption(tmp_path: Path) -
 
     for start, at in enumerate((1, EPOCH - 1), 1):
         with pytest.raises(SystemExit):
-            fit("zero3", tmp_path, seeded(lambda at=at: Watching(at, 0)), plugins=[slurm(tmp_path)], **settings)
+            fit("zero3", tmp_path, seeded(lambda at=at: Watching(at)), limit_val_batches=0, plugins=[slurm(tmp_path)])
         dist.barrier()
         assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{start}.ckpt"]
-    fit("zero3", tmp_path, seeded(lambda: Watching(-1, 0)), plugins=[slurm(tmp_path)], **settings)
+    fit("zero3", tmp_path, seeded(Watching), limit_val_batches=0, plugins=[slurm(tmp_path)])
     assert seen == [(step, step) for step in range(2 * EPOCH)]
-
-
-@on_ranks(2)
-def test_newest_checkpoint_of_a_signal_alone_is_kept(tmp_path: Path) -> None:
-    """Each holds the whole state; a long run is interrupted many times."""
-    whole = fit("zero3", tmp_path / "whole", limit_val_batches=0, max_epochs=2)
-    for at, version in ((1, 1), (EPOCH - 1, 2)):
-        with pytest.raises(SystemExit):
-            module = seeded(lambda at=at: Signalled(at, 0))
-            fit("zero3", tmp_path, module, limit_val_batches=0, max_epochs=2, plugins=[slurm(tmp_path)])
-        dist.barrier()
-        assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{version}.ckpt"]
-    of = trainer("zero3", tmp_path, limit_val_batches=0, max_epochs=2, plugins=[slurm(tmp_path)])
-    of.fit(seeded(Lit, seed=9), loader())
-    assert of.global_step == 2 * EPOCH
-    assert weights(of).keys() == whole.weights.keys()
 
 
 @on_ranks(2)
@@ -193,33 +177,18 @@ def test_all_ranks_leave_together_when_one_gets_sigterm(accumulate: int, tmp_pat
 
 
 @on_ranks(2)
-def test_run_saves_before_it_leaves_if_told(tmp_path: Path) -> None:
-    """At the end of an epoch, where resuming needs no data loader that can tell its place."""
-    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
-    whole = fit("zero3", tmp_path, **settings)
-    of = trainer("zero3", tmp_path, **settings)
-    of.strategy.saves_on_sigterm = True
-    with pytest.raises(SystemExit) as stop:
-        of.fit(seeded(lambda: Terminated(EPOCH - 1, 1)), loader())
-    assert stop.value.code == 143
-    again = fit("zero3", tmp_path, seeded(Lit, seed=9), ckpt_path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
-    assert again.trainer.global_step == 2 * EPOCH
-    assert_weights(again.weights, whole.weights, tolerance=0)
-
-
-@on_ranks(2)
 @no_broadcasts_of_lightnings()
 def test_sigterm_ends_an_evaluation_at_once(tmp_path: Path) -> None:
-    of = trainer("zero3", tmp_path)
-    module = seeded(lambda: Terminated(1, 0, "validation"))
-    module.trainer = of
-    with pytest.raises(SystemExit) as stop:
-        if dist.get_rank() == 0:
-            of.validate(module, loader(), verbose=False)
-        else:  # it would hear of a broken connection; here the process lives on
-            module.rank, module.at = 1, 1
-            of.validate(module, loader(), verbose=False)
-    assert stop.value.code == 143
+    # On each rank: one alone would hear of a broken connection, and here processes live on.
+    module = seeded(lambda: InValidation(1, dist.get_rank()))
+    with pytest.raises(SystemExit, match="143"):
+        trainer("zero3", tmp_path).validate(module, loader(), verbose=False)
+
+
+def saves_by_the_clock(root: Path, **settings: Any) -> Any:
+    of = trainer("zero3", root, **settings)
+    of.strategy.save_every_s = 1e-9
+    return of
 
 
 @pytest.mark.sample
@@ -227,8 +196,7 @@ def test_sigterm_ends_an_evaluation_at_once(tmp_path: Path) -> None:
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)  # saving takes longer than a step here
 def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -> None:
     """After each step here, between steps; one file is kept, and training goes on from it as if nothing had been."""
-    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
-    whole = fit("zero3", tmp_path, **settings)
+    whole = fit("zero3", tmp_path, limit_val_batches=0)
     kept: list[list[str]] = []
 
     class Watching(Signalled):
@@ -237,8 +205,7 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
             kept.append([p.name for p in tmp_path.glob("hpc_ckpt_*")])
             return super().training_step(batch, batch_idx)
 
-    of, module, out = trainer("zero3", tmp_path, **settings), seeded(lambda: Watching(-1, 0)), io.StringIO()
-    of.strategy.save_every_s = 1e-9
+    of, module, out = saves_by_the_clock(tmp_path, limit_val_batches=0), seeded(Watching), io.StringIO()
     with contextlib.redirect_stdout(out):
         of.fit(module, loader())
     assert module.losses == whole.losses
@@ -246,7 +213,7 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
     assert kept == [[f"hpc_ckpt_{step}.ckpt"] for step in range(1, 2 * EPOCH + 1)]
     assert (out.getvalue().count("saved step 3 in ") == 1) == (dist.get_rank() == 0)
     found = torch.load(tmp_path / f"hpc_ckpt_{2 * EPOCH}.ckpt", weights_only=False)
-    until = fit("zero3", tmp_path, **{**settings, "max_epochs": -1, "max_steps": 2 * EPOCH - 1})
+    until = fit("zero3", tmp_path, limit_val_batches=0, max_epochs=-1, max_steps=2 * EPOCH - 1)
     assert_weights(found["state_dict"], until.weights, tolerance=0)
 
 
@@ -255,15 +222,13 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
 def test_saves_by_the_clock_in_the_working_directory(tmp_path: Path) -> None:
     """Which may be written in two ways; what was saved is not removed as an older one."""
     os.chdir(tmp_path)
-    of = trainer("zero3", Path(), max_epochs=1)  # type: ignore[arg-type]
-    of.strategy.save_every_s = 1e-9
-    of.fit(seeded(Lit), loader())
+    saves_by_the_clock(Path(), max_epochs=1).fit(seeded(Lit), loader())
     dist.barrier()
     assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{EPOCH}.ckpt"]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("rank", "make"), [(0, Lit), (1, partial(Signalled, -1, 0))])  # one has a hook on saves
+@pytest.mark.parametrize(("rank", "make"), [(0, Lit), (1, Signalled)])  # one has a hook on saves
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
 def test_failed_save_by_the_clock_is_a_warning(rank: int, make: Any, tmp_path: Path) -> None:
     """And training goes on, with losses that know nothing of it; the next save is tried again."""
@@ -276,8 +241,7 @@ def test_failed_save_by_the_clock_is_a_warning(rank: int, make: Any, tmp_path: P
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(*args)
 
-    of = trainer("zero3", tmp_path, **settings)
-    of.strategy.save_every_s = 1e-9
+    of = saves_by_the_clock(tmp_path, **settings)
     says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training goes on"
     with mock.patch.object(os, "pwrite", full), on_rank_0(pytest.warns(UserWarning, match=says)):
         of.fit(module, loader())
@@ -307,12 +271,12 @@ def test_failed_save_takes_no_room(tmp_path: Path) -> None:
             return super().training_step(batch, batch_idx)
 
     held: list[bool] = []
-    of = trainer("zero3", tmp_path, max_steps=2, limit_val_batches=0)
-    of.strategy.save_every_s = 1e-9
     gc.disable()
     try:
         with mock.patch.object(Skeleton, "finish", fails):
-            of.fit(seeded(lambda: Looks(optimizer="adamw")), loader())
+            saves_by_the_clock(tmp_path, max_steps=2, limit_val_batches=0).fit(
+                seeded(lambda: Looks(optimizer="adamw")), loader()
+            )
     finally:
         gc.enable()
     assert held == [False, False] and (count[0] > 1 or dist.get_rank())
@@ -363,26 +327,6 @@ class Told:
         self.first = self.given % len(self.batches)
 
 
-class InValidation(Lit):
-    """A signal comes to one rank in a batch of a validation; ``at``: how many batches of validation were before."""
-
-    def __init__(self, at: int = -1, rank: int = 0, signum: int = int(signal.SIGTERM), **settings: Any) -> None:
-        super().__init__(**settings)
-        self.at, self.rank, self.signum = at, rank, signum
-        self.validated: list[tuple[int, int]] = []
-        self.rates_seen: list[float] = []
-        self.saw_sigterm = False
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if (len(self.validated), dist.get_rank()) == (self.at, self.rank):
-            os.kill(os.getpid(), self.signum)
-        self.validated.append((self.trainer.global_step, batch_idx))
-        super().validation_step(batch, batch_idx)
-
-    def on_exception(self, *_: Any) -> None:
-        self.saw_sigterm = self.trainer.received_sigterm
-
-
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
@@ -411,20 +355,29 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulating": (1, {"val_check_interval": 2, "accumulate_grad_batches": 2}),
     "a window of the last batches": (1, {"accumulate_grad_batches": 4}),
     "at the last batch": (EPOCH - 1, {}),
+    "of averages in the weights' place": (2, {"val_check_interval": 2, "averages": True}),
 }
 SCHEDULERS = itertools.cycle(["plateau", "step", "epoch", "plateau by step"])
 WITH_SCHEDULERS = [*zip(CASES, SCHEDULERS, strict=False), ("at the end of an epoch", "plateau")]
 
 
 def body(
-    root: Path, at: int = -1, *, make: Any = InValidation, strategy: str = "zero3", path: Any = None, **settings: Any
+    root: Path,
+    at: int = -1,
+    *,
+    where: str = "validation",
+    optimizer: str = "adamw",
+    scheduler: str = "none",
+    strategy: str = "zero3",
+    path: Any = None,
+    averages: bool = False,
+    **settings: Any,
 ) -> tuple[Any, Any]:
     """Fit, until the signal comes to rank 1 if ``at`` says so; ``path``: resume."""
-    module = seeded(lambda: make(at, 1, **settings.pop("module", {})))
-    of = trainer(strategy, root, **settings)
-    if strategy.startswith("zero"):
-        of.strategy.saves_on_sigterm = True
-    with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
+    module = seeded(lambda: Terminated(at, 1, where, optimizer=optimizer, scheduler=scheduler))
+    of = trainer(strategy, root, callbacks=[EMAWeightAveraging(decay=0.8)] if averages else [], **settings)
+    of.strategy.saves_on_sigterm = True
+    with pytest.raises(SystemExit, match="143") if at >= 0 else contextlib.nullcontext():
         of.fit(module, Told(), loader(), ckpt_path=path)
     return of, module
 
@@ -434,7 +387,7 @@ def body(
 def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, scheduler: str, tmp_path: Path) -> None:
     """Step for step, validation for validation."""
     at, settings = CASES[case]
-    settings = settings | {"module": {"optimizer": "adamw", "scheduler": scheduler}}
+    settings = settings | {"scheduler": scheduler}
     _, whole = body(tmp_path, **settings)
     _, cut = body(tmp_path, at, **settings)
     first = next(i for i in range(at, -1, -1) if whole.validated[i][1] == 0)
@@ -454,46 +407,24 @@ def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, sche
 
 
 @on_ranks(2)
-def test_trained_weights_are_saved_in_a_validation_of_their_average(tmp_path: Path) -> None:
-    """Averages are in the model's place for that time."""
-
-    def averaged(at: int = -1, **more: Any) -> Any:
-        callbacks = [EMAWeightAveraging(decay=0.8)]
-        return body(tmp_path, at, val_check_interval=2, callbacks=callbacks, module={"optimizer": "adamw"}, **more)
-
-    (of, whole), (_, cut) = averaged(), averaged(2)
-    again, resumed = averaged(path=tmp_path / "hpc_ckpt_1.ckpt")
-    assert cut.losses + resumed.losses == whole.losses
-    assert cut.evaluated + resumed.evaluated == whole.evaluated
-    assert_weights(weights(again), weights(of), tolerance=0)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("at", [0, 2, EPOCH - 1])
 def test_signal_in_training_takes_no_batch_and_moves_no_validation(at: int, tmp_path: Path) -> None:
     """Of a loader that knows its place; validations go by the number of all batches, over epochs."""
 
-    class Validated(Signalled):
-        def __init__(self, at: int, rank: int) -> None:
-            super().__init__(at, rank, signum=int(signal.SIGTERM))
-            self.validated_at: list[int] = []
-
-        def on_validation_start(self) -> None:
-            self.validated_at.append(self.trainer.global_step)
-
-    settings: dict[str, Any] = {"make": Validated, "check_val_every_n_epoch": None, "val_check_interval": 4}
+    settings: dict[str, Any] = {"where": "step", "check_val_every_n_epoch": None, "val_check_interval": 4}
     (_, whole), (_, cut) = body(tmp_path, **settings), body(tmp_path, at, **settings)
     assert len(cut.losses) == at + 1
     _, resumed = body(tmp_path, path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
     assert cut.losses + resumed.losses == whole.losses
-    assert cut.validated_at + resumed.validated_at == whole.validated_at == [4, 8, 12]
+    assert cut.validated + resumed.validated == whole.validated
+    assert [step for step, batch in whole.validated if batch == 0] == [4, 8, 12]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("refuses", [False, True])
 def test_slurm_requeues_after_the_validation_or_training_goes_on(refuses: bool, tmp_path: Path) -> None:
     def run(at: int = -1) -> Any:
-        module = seeded(lambda: InValidation(at, 1, int(signal.SIGUSR1), optimizer="adamw"))
+        module = seeded(lambda: Signalled(at, 1, "validation", optimizer="adamw"))
         callbacks = [EMAWeightAveraging(decay=0.8)]
         of = trainer("zero3", tmp_path, val_check_interval=3, plugins=[environment], callbacks=callbacks)
         with pytest.raises(SystemExit, match="0") if at >= 0 and not refuses else contextlib.nullcontext():
@@ -514,7 +445,8 @@ def test_slurm_requeues_after_the_validation_or_training_goes_on(refuses: bool, 
 
 @on_ranks(2)
 def test_ddp_goes_on_from_what_was_saved_in_a_validation(tmp_path: Path) -> None:
-    _, whole = body(tmp_path, strategy="ddp", val_check_interval=2)
-    _, cut = body(tmp_path, 1, val_check_interval=2)
-    _, rest = body(tmp_path, strategy="ddp", val_check_interval=2, path=tmp_path / "hpc_ckpt_1.ckpt")
+    settings: dict[str, Any] = {"val_check_interval": 2, "optimizer": "sgd"}
+    _, whole = body(tmp_path, strategy="ddp", **settings)
+    _, cut = body(tmp_path, 1, **settings)
+    _, rest = body(tmp_path, strategy="ddp", path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
     torch.testing.assert_close(cut.losses + rest.losses, whole.losses)

@@ -54,35 +54,29 @@ sys.stdout.write("done %d\\n" % trainer.global_rank)
 """
 
 
-def launch(root: Path, strategy: str, *, failing: int = -1) -> str:
-    """Output of a script that Lightning starts twice, and that succeeds unless a rank is ``failing``."""
-    (root / "script.py").write_text(SCRIPT)
-    done = run_command("python", root / "script.py", strategy, failing, folder=root, timeout=120)
-    output = done.stdout + done.stderr
-    assert (done.returncode == 0) == (failing in (-1, EVERY)), output
-    return output
+NOBODY = -1
+STARTS = [  # by the rank that fails, and how often
+    *[(strategy, NOBODY, 1) for strategy in ("zero0", "zero1", "zero2")],
+    ("zero3", NOBODY, 10),
+    *[(strategy, rank, times) for strategy, times in (("zero1", 1), ("zero3", 5)) for rank in (0, 1)],
+    *[(strategy, EVERY, 1) for strategy in ("zero1", "zero3")],  # its script catches the exception, and fits again
+]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("strategy", "times"), [("zero0", 1), ("zero1", 1), ("zero2", 1), ("zero3", 10)])
-def test_exit_code_of_a_script_is_0_every_time(strategy: str, times: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "failing", "times"), STARTS)
+def test_script_ends_with_0_unless_one_rank_fails_every_time(
+    strategy: str, failing: int, times: int, tmp_path: Path
+) -> None:
+    """Lightning starts it twice."""
+    (tmp_path / "script.py").write_text(SCRIPT)
     for _ in range(times):
-        output = launch(tmp_path, strategy)
-        assert "done 0" in output and "done 1" in output
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("strategy", "times"), [("zero1", 2), ("zero3", 10)])
-def test_exception_on_one_rank_ends_all_every_time(strategy: str, times: int, tmp_path: Path) -> None:
-    for number in range(times):
-        output = launch(tmp_path, strategy, failing=number % 2)
-        assert "planned" in output and "done" not in output
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_script_goes_on_after_an_exception_that_all_ranks_catch(strategy: str, tmp_path: Path) -> None:
-    output = launch(tmp_path, strategy, failing=EVERY)
-    assert "done 0" in output and "done 1" in output
+        done = run_command("python", tmp_path / "script.py", strategy, failing, folder=tmp_path, timeout=120)
+        output = done.stdout + done.stderr
+        if failing in (0, 1):
+            assert done.returncode and "planned" in output and "done" not in output, output
+        else:
+            assert done.returncode == 0 and "done 0" in output and "done 1" in output, output
 
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------
@@ -112,17 +106,20 @@ def requeued(root: Path) -> list[str]:
 
 
 class Signalled(Lit):
-    """Gets the signal on one rank, in the middle of a step."""
+    """One rank gets the signal: in the middle of the step ``at`` of an epoch, or after ``at`` batches of validation."""
 
-    def __init__(self, at: int, rank: int, where: str = "forward", signum: int = int(signal.SIGUSR1)) -> None:
-        super().__init__()
+    def __init__(
+        self, at: int = -1, rank: int = 0, where: str = "step", signum: int = int(signal.SIGUSR1), **settings: Any
+    ) -> None:
+        super().__init__(**settings)
         self.at, self.rank, self.where, self.signum = at, rank, where, signum
         self.saved_at: list[int] = []
+        self.validated: list[tuple[int, int]] = []  # steps before it, and the batch
         self.batch_idx = -1
-        self.blocks[0].register_forward_hook(lambda *_: self._signal(self.batch_idx, "forward"))
+        self.blocks[0].register_forward_hook(lambda *_: self._signal(self.batch_idx, "step"))
 
-    def _signal(self, batch_idx: int, where: str) -> None:
-        if (batch_idx, dist.get_rank(), where) == (self.at, self.rank, self.where):
+    def _signal(self, at: int, where: str) -> None:
+        if (at, dist.get_rank(), where) == (self.at, self.rank, self.where):
             self.at = -1  # once
             os.kill(os.getpid(), self.signum)
 
@@ -131,7 +128,8 @@ class Signalled(Lit):
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._signal(batch_idx, "validation")
+        self._signal(len(self.validated), "validation")
+        self.validated.append((self.trainer.global_step, batch_idx))
         super().validation_step(batch, batch_idx)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
