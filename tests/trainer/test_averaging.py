@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch import callbacks as cb
 from torch import nn
 
 from lightning_zero import ZeroStrategy
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.full
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("ddp", "zero3"), ("zero1", "ddp")])
 def test_runs_go_on_from_averages_of_ddp_and_ddp_from_ours(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
     def run(strategy: str, epochs: int, seed: int = 3, **settings: Any) -> Any:
-        save = ModelCheckpoint(tmp_path / f"{strategy}{epochs}", filename="end")
-        settings |= {"callbacks": [EMAWeightAveraging(decay=0.8), save], "enable_checkpointing": True}
+        save = cb.ModelCheckpoint(tmp_path / f"{strategy}{epochs}", filename="end")
+        settings |= {"callbacks": [cb.EMAWeightAveraging(decay=0.8), save], "enable_checkpointing": True}
         return fit(strategy, tmp_path, seeded(WithBatchNorm, seed), max_epochs=epochs, **settings)
 
     whole, saved, path = run("ddp", 3), run(saved_by, 2), tmp_path / f"{saved_by}2" / "end.ckpt"
@@ -44,7 +44,7 @@ def test_checkpoint_without_averages_starts_both(tmp_path: Path) -> None:
     fit("zero3", tmp_path).trainer.save_checkpoint(tmp_path / "plain.ckpt")
 
     def body(strategy: str) -> Any:
-        callbacks = [EMAWeightAveraging(decay=0.8)]
+        callbacks = [cb.EMAWeightAveraging(decay=0.8)]
         return fit(strategy, tmp_path, max_epochs=3, callbacks=callbacks, ckpt_path=tmp_path / "plain.ckpt")
 
     assert_same(body("zero3"), body("ddp"))
@@ -53,7 +53,7 @@ def test_checkpoint_without_averages_starts_both(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precision": "bf16-mixed"}
-    runs = [fit(s, tmp_path, callbacks=[EMAWeightAveraging(decay=0.5)], **settings) for s in ("zero0", "zero3")]
+    runs = [fit(s, tmp_path, callbacks=[cb.EMAWeightAveraging(decay=0.5)], **settings) for s in ("zero0", "zero3")]
     assert_same(runs[1], runs[0], tolerance=0)
     last = fit("zero3", tmp_path, **settings).weights["head.weight"]
     rounded = runs[0].weights["head.weight"]
@@ -62,10 +62,8 @@ def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "checkpoint"), [("zero1", "full"), ("zero3", "sharded")], ids=str)
-def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(
-    stage: str, checkpoint: str, tmp_path: Path
-) -> None:
-    class Saves(StochasticWeightAveraging):
+def test_stochastic_averaging_goes_on_from_its_file_as_under_ddp(stage: str, checkpoint: str, tmp_path: Path) -> None:
+    class Saves(cb.StochasticWeightAveraging):
         def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
             super().on_train_epoch_end(trainer, *args)
             if trainer.current_epoch == 2:
@@ -74,8 +72,7 @@ def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(
     def body(strategy: Any, ckpt_path: Path | None = None) -> Any:
         ema = lambda average, now, count: 0.9 * average + 0.1 * now  # noqa: E731
         callback = Saves(0.02, swa_epoch_start=2, annealing_epochs=2, avg_fn=ema)
-        module = seeded(WithBatchNorm)
-        return fit(strategy, tmp_path, module, callbacks=[callback], max_epochs=5, ckpt_path=ckpt_path)
+        return fit(strategy, tmp_path, seeded(WithBatchNorm), callbacks=[callback], max_epochs=5, ckpt_path=ckpt_path)
 
     saved = tmp_path / "ddp.ckpt"
     body("ddp")
@@ -86,29 +83,20 @@ def test_stochastic_averaging_goes_on_from_its_checkpoint_as_under_ddp(
     assert_same(whole, body("ddp"), tolerance=0)
 
 
-# -- ModelPruning -----------------------------------------------------------------------------------------------------
-
-
-class Looks(Lit):
-    """Without layer norms, whose weights have one dimension. Compares masks with those of rank 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[bool] = []
-        for block in self.blocks:
-            block.norm = nn.Identity()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        for mask in [buffer for name, buffer in self.named_buffers() if name.endswith("_mask")]:
-            other = mask.clone()
-            dist.broadcast(other, 0)
-            self.seen.append(torch.equal(mask, other))
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_random_masks_are_the_same_on_all_ranks(stage: str, tmp_path: Path) -> None:
-    module = seeded(Looks)
+def test_random_masks_of_pruning_are_the_same_on_all_ranks(stage: str, tmp_path: Path) -> None:
+    module, seen = seeded(Lit), list[bool]()
+    for block in module.blocks:
+        block.norm = nn.Identity()  # whose weights have one dimension
+
+    def look(of: Any, module: Any, *_: Any) -> None:
+        for mask in [buffer for name, buffer in module.named_buffers() if name.endswith("_mask")]:
+            other = mask.clone()
+            dist.broadcast(other, 0)
+            seen.append(torch.equal(mask, other))
+
     torch.manual_seed(5 + dist.get_rank())
-    fit(stage, tmp_path, module, callbacks=[ModelPruning("random_unstructured", amount=0.4)])
-    assert module.seen and all(module.seen)
+    callbacks = [cb.ModelPruning("random_unstructured", amount=0.4), cb.LambdaCallback(on_train_batch_start=look)]
+    fit(stage, tmp_path, module, callbacks=callbacks)
+    assert seen and all(seen)

@@ -1,4 +1,4 @@
-"""What ranks do on SIGTERM, on signals of SLURM (see test_processes too), every so often, and in a validation."""
+"""What ranks do on SIGTERM, on signals of SLURM, every so often, and in a validation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
 from lightning_zero.app.jobs import decided
 from lightning_zero.checkpoint.archive import Skeleton
@@ -29,27 +31,106 @@ from lightning_zero.ranks.resume import OUTCOME_VARIABLE
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import on_ranks
-from tests.trainer.test_processes import Signalled, requeued, slurm
-from tests.trainer.toys import (
-    SAMPLES,
-    Lit,
-    assert_weights,
-    fit,
-    loader,
-    on_rank_0,
-    optimizer_states,
-    seeded,
-    trainer,
-    weights,
-)
+from tests.trainer.toys import Lit, assert_weights, fit, loader, on_rank_0, optimizer_states, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
-EPOCH = SAMPLES // 4  # batches
+EPOCH = 6  # batches
+
+
+def slurm(root: Path, refuses: bool = False) -> SLURMEnvironment:
+    """This rank as a task of a SLURM job, with a scontrol that writes down what it is asked for, or refuses it."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    fake = root / "bin" / "scontrol"
+    if rank == 0:
+        fake.parent.mkdir(exist_ok=True)
+        does = "echo 'not allowed' >&2; exit 1" if refuses else f'echo "$@" >> {root}/scontrol.log'
+        fake.write_text(f"#!/bin/sh\n{does}\n")
+        fake.chmod(0o755)
+    dist.barrier()
+    tasks = {"JOB_ID": 77, "JOB_NAME": "train", "NTASKS": world, "NTASKS_PER_NODE": world, "NNODES": 1}
+    tasks |= {"PROCID": rank, "LOCALID": rank, "NODEID": 0, "NODELIST": "localhost"}
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in tasks.items()})
+    os.environ["PATH"] = f"{fake.parent}:{os.environ['PATH']}"
+    return SLURMEnvironment(auto_requeue=True)
+
+
+def requeued(root: Path) -> list[str]:
+    dist.barrier()
+    log = root / "scontrol.log"
+    return log.read_text().split("\n")[:-1] if log.exists() else []
+
+
+class Signalled(Lit):
+    """One rank gets the signal: in the middle of the step ``at`` of an epoch, or after ``at`` batches of validation."""
+
+    def __init__(
+        self, at: int = -1, rank: int = 0, where: str = "step", signum: int = int(signal.SIGUSR1), **settings: Any
+    ) -> None:
+        super().__init__(**settings)
+        self.at, self.rank, self.where, self.signum = at, rank, where, signum
+        self.saved_at: list[int] = []
+        self.validated: list[tuple[int, int]] = []  # steps before it, and the batch
+        self.batch_idx = -1
+        self.blocks[0].register_forward_hook(lambda *_: self._signal(self.batch_idx, "step"))
+
+    def _signal(self, at: int, where: str) -> None:
+        if (at, dist.get_rank(), where) == (self.at, self.rank, self.where):
+            self.at = -1  # once
+            os.kill(os.getpid(), self.signum)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batch_idx = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._signal(len(self.validated), "validation")
+        self.validated.append((self.trainer.global_step, batch_idx))
+        super().validation_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved_at.append(checkpoint["global_step"])
 
 
 Terminated = partial(Signalled, signum=int(signal.SIGTERM))
 InValidation = partial(Terminated, where="validation")
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.mainly(lambda rank, accumulate: (rank, accumulate) in ((0, 1), (1, 3)))
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_requeue_signal_saves_at_the_next_step_boundary(rank: int, accumulate: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
+    for stage in ("zero1", "zero3"):
+        root = tmp_path / stage
+        root.mkdir(exist_ok=True)
+        whole = fit(stage, root, plugins=[slurm(root)], **settings)
+        module = seeded(lambda: Signalled(1, rank))
+        assert requeued(root) == []  # without a signal
+        with pytest.raises(SystemExit, match="0"):
+            fit(stage, root, module, plugins=[slurm(root)], **settings)
+        assert module.saved_at == [2 if accumulate == 1 else 1]  # after the step, or the window, of batch 1
+        assert requeued(root) == ["requeue 77"]
+        assert len(module.losses) == (2 if accumulate == 1 else 3)
+        assert module.losses == whole.losses[: len(module.losses)]
+        found = torch.load(root / "hpc_ckpt_1.ckpt", weights_only=False)
+        until = fit(stage, root, **{**settings, "max_epochs": -1, "max_steps": module.saved_at[0]})
+        assert_weights(found["state_dict"], until.weights, tolerance=0)
+        assert not hasattr(signal.getsignal(signal.SIGUSR1), "signal_handlers")  # as before the run
+        assert "_sigterm_notifier_fn" not in vars(module.trainer._signal_connector)  # Lightning's own is back
+
+
+@on_ranks(2)
+def test_signal_in_evaluation_alone_requeues_and_saves_nothing(tmp_path: Path) -> None:
+    of = trainer("zero3", tmp_path, plugins=[slurm(tmp_path)])
+    of.validate(seeded(lambda: Signalled(1, 0, "validation")), loader(), verbose=False)
+    assert requeued(tmp_path) == ["requeue 77"]
+    assert not list(tmp_path.glob("*.ckpt"))
+    of.save_checkpoint(tmp_path / "later.ckpt")
+    dist.barrier()
+    assert (tmp_path / "later.ckpt").exists()
 
 
 @on_ranks(2)
@@ -127,12 +208,11 @@ def test_signal_while_ranks_agree_is_answered_at_the_next_boundary(tmp_path: Pat
     of.fit(seeded(Lit), loader())
     side = Interruptions(of, of.strategy.engine, training=True)
 
-    class Agreeing:
-        def max_(self, asked: torch.Tensor) -> torch.Tensor:
-            side._on_term(signal.SIGTERM, None)
-            return asked
+    def max_(asked: Tensor) -> Tensor:
+        side._on_term(signal.SIGTERM, None)
+        return asked
 
-    side._comm = Agreeing()  # type: ignore[assignment]
+    side._comm = mock.Mock(max_=max_)
     side.at_boundary()
     with pytest.raises(SystemExit):
         side.at_boundary()

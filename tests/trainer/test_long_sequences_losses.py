@@ -49,16 +49,14 @@ class Loss(Own):
         if self.form == "index":
             return F.cross_entropy(flat, torch.where(labels < 0, IGNORED, labels).flatten(), ignore_index=IGNORED)
         if self.form == "weight":
-            weight = torch.arange(1.0, VOCABULARY + 1)
-            return F.cross_entropy(flat, labels.flatten(), weight, label_smoothing=0.1)
+            return F.cross_entropy(flat, labels.flatten(), torch.arange(1.0, VOCABULARY + 1), label_smoothing=0.1)
         if self.form == "nll":
             return F.nll_loss(flat.log_softmax(-1), labels.flatten())
         if self.form == "two":  # which count other tokens, and one that is a mean over as many values in each part
             other = torch.where(tokens > 6, labels, -100).flatten()
             return F.cross_entropy(flat, labels.flatten()) + F.cross_entropy(flat, other) + 0.1 * flat.square().mean()
         if self.form == "beside":  # a mean that is logged says nothing of the loss
-            right = (logits.argmax(-1) == labels).float()
-            self.accuracy = lightning_zero.mean_over_tokens(right, labels != -100)
+            self.accuracy = lightning_zero.mean_over_tokens((logits.argmax(-1) == labels).float(), labels != -100)
             return F.cross_entropy(flat, labels.flatten())
         if self.form == "values":
             return lightning_zero.mean_over_tokens(F.mse_loss(logits, torch.zeros_like(logits), reduction="none"))
@@ -66,8 +64,7 @@ class Loss(Own):
             return F.mse_loss(logits, torch.zeros_like(logits))
         if self.form == "by name":
             return by_name(flat, labels.flatten())
-        nats = F.cross_entropy(flat, labels.flatten(), reduction="none" if self.form == "each" else "sum")
-        return nats.sum()
+        return F.cross_entropy(flat, labels.flatten(), reduction="none" if self.form == "each" else "sum").sum()
 
 
 FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked", "texts")

@@ -98,8 +98,7 @@ def test_model_of_transformers_equals_one_process(kind: str, tmp_path: Path) -> 
 @on_ranks(2)
 @pytest.mark.parametrize("keys, form", [(4, "prompt"), (2, "padded"), (1, "padded")])
 def test_llama_with_few_keys_equals_one_process(keys: int, form: str, tmp_path: Path) -> None:
-    make = partial(Model, num_key_value_heads=keys)
-    assert_parity(make, form, tmp_path, 2, accumulate=2)
+    assert_parity(partial(Model, num_key_value_heads=keys), form, tmp_path, 2, accumulate=2)
 
 
 @on_ranks(2, full=(4,))

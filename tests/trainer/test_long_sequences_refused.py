@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
 
 import lightning_zero
-from lightning_zero import ZeroStrategy, config
+from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import places_posted_often
@@ -365,25 +365,6 @@ def test_ranks_that_do_not_divide_are_refused_before_the_run(tmp_path: Path) -> 
     settings: dict[str, Any] = {"accelerator": "cpu", "logger": False, "default_root_dir": str(tmp_path)}
     with refused(r"divides the 4 rank\(s\) of the run \(1, 2, 4\), got 3"):
         pl.Trainer(strategy=ZeroStrategy(3, sequence_parallel=3), devices=4, **settings)
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("settings, words", [
-    ({"sequence_parallel": 0}, "> 0"),
-    ({"sequence_parallel": True}, "a whole number"),
-    ({"sequence_parallel": 2, "compile": "blocks"}, "zero/compile=none"),
-    ({"sequence_parallel": 2, "vertical_chunks": 2, "activation_checkpointing": "blocks"}, "Drop one of them"),
-])  # fmt: skip
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
-    with refused(words):
-        config.make_config(**settings)
-
-
-def test_shard_and_fabric_refuse_it() -> None:
-    with refused("ZeroStrategy"):
-        lightning_zero.shard(nn.Linear(2, 2), sequence_parallel=2)
-    with refused("ZeroStrategy"):
-        lightning_zero.ZeroFabricStrategy(3, sequence_parallel=2)
 
 
 class Breaks(Own):

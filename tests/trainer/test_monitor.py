@@ -44,8 +44,7 @@ def monitored(stage: Any, root: Path, module: Any = None, **settings: Any) -> tu
     """A run, and what was logged at each of its steps."""
     kept, monitor = Kept(), settings.pop("monitor", None) or ZeroMonitor(1)
     callbacks = [monitor, *settings.pop("callbacks", ())]
-    run = fit(stage, root, module, logger=kept, callbacks=callbacks, **{"max_epochs": 1, **settings})
-    return run, kept.rows
+    return fit(stage, root, module, logger=kept, callbacks=callbacks, **{"max_epochs": 1, **settings}), kept.rows
 
 
 @pytest.mark.sample

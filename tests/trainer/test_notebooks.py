@@ -15,7 +15,6 @@ from lightning.fabric.utilities import imports
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
-from lightning_zero import ZeroFabricStrategy, ZeroStrategy
 from lightning_zero.config import ConfigError
 from lightning_zero.trainer import launchers
 from tests.harness import forked, run_command
@@ -45,12 +44,6 @@ def test_several_devices_in_a_cell_are_refused_with_the_name_to_use() -> None:
         trainer("zero3", 2)
     launcher = trainer("zero3_notebook", 2).strategy.launcher
     assert launcher is not None and launcher.is_interactive_compatible
-
-
-def test_other_ways_to_start_are_refused() -> None:
-    for strategy in (ZeroStrategy, ZeroFabricStrategy):
-        with pytest.raises(ConfigError, match="start_method: expected one of popen, fork, got 'spawn'. In a notebook"):
-            strategy("zero3", start_method="spawn")
 
 
 @pytest.mark.parametrize(("owner", "name", "says"), [
@@ -148,12 +141,9 @@ def test_forked_processes_compute_on_one_thread(tmp_path: Path) -> None:
 def test_cells_train_in_a_real_kernel(tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
-    cells = [NOTEBOOK.replace('sys.ps1 = ">>> "', "assert hasattr(sys, 'ps1')"), *_cells(tmp_path)]
+    beginning = NOTEBOOK.replace('sys.ps1 = ">>> "', "assert hasattr(sys, 'ps1')")
+    cells = [beginning, f"sys.argv = ['', {str(tmp_path / 'last.ckpt')!r}]", *TRAINING.split("\n\n")]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     place = {"metadata": {"path": str(Path.cwd())}}
     nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources=place).execute()
     assert "trained" in str(book.cells[-1].outputs)
-
-
-def _cells(folder: Path) -> list[str]:
-    return [f"sys.argv = ['', {str(folder / 'last.ckpt')!r}]", *TRAINING.split("\n\n")]
