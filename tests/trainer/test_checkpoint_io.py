@@ -233,6 +233,18 @@ def test_note_that_cannot_be_written_is_named_on_all_ranks(tmp_path: Path) -> No
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@on_ranks(2)
+def test_link_of_an_earlier_start_is_taken_over(tmp_path: Path) -> None:
+    """The first checkpoint is saved before there is a link, and so does not know of it; nor is it kept for ever."""
+    folder = tmp_path / "checkpoints"
+    with job("one"):
+        train(tmp_path, "1", max_epochs=1, max_steps=2)
+        assert names(folder) == {"last.ckpt", "step=2.ckpt"}
+        train(tmp_path, "1", max_epochs=1, max_steps=4, ckpt_path=folder / "step=2.ckpt")
+    assert names(folder) == {"last.ckpt", "step=4.ckpt"}
+    assert (folder / "last.ckpt").resolve() == folder / "step=4.ckpt"
+
+
 def test_note_that_was_cut_off_hides_no_other(tmp_path: Path) -> None:
     resume.note_file(tmp_path, "a", "/one.ckpt")
     with (tmp_path / resume.FILES).open("a") as file:

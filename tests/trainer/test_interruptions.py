@@ -224,10 +224,7 @@ def test_signal_while_ranks_agree_is_answered_at_the_next_boundary(tmp_path: Pat
 @contextlib.contextmanager
 def no_broadcasts_of_lightnings() -> Iterator[None]:
     """Neither before each batch nor in a handler."""
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("Lightning's own answer to SIGTERM")
-
+    refuse = mock.Mock(side_effect=AssertionError("Lightning's own answer to SIGTERM"))
     with (
         mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", refuse),
         mock.patch.object(_SignalConnector, "_sigterm_notifier_fn", refuse),

@@ -19,7 +19,9 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
+from tests.engine.test_compile import COUNT
 from tests.harness import on_ranks
+from tests.models import Does
 from tests.trainer import toys
 from tests.trainer.toys import ALL_STAGES, ByHand, Lit, assert_same, assert_weights, fit, loader, seeded, trainer
 
@@ -111,6 +113,73 @@ def test_manual_steps_equal_ddps(kind: type[ByHand], tmp_path: Path) -> None:
     expected = fit("ddp", tmp_path, seeded(kind))
     for row in ("zero0", "zero1", "zero3", "zero3_offload"):
         assert_same(fit(toys.strategy_of(row), tmp_path, seeded(kind)), expected, what=row)
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_module_on_meta_is_the_same_at_all_stages_and_learns(tmp_path: Path) -> None:
+    """Other initial values than on the host, but the same at all stages, finite, and they learn."""
+
+    def body(stage: str) -> Any:
+        with torch.device("meta"):
+            module = seeded(Lit)
+        return fit(stage, tmp_path, module, max_epochs=3)
+
+    first, *others = map(body, ALL_STAGES)
+    epoch = len(first.losses) // 3
+    assert sum(first.losses[-epoch:]) < sum(first.losses[:epoch])
+    for other in others:
+        assert_same(other, first)
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_buffers_that_training_reads_are_rank_0s_as_under_ddp(tmp_path: Path) -> None:
+    def centered(m: Any, x: Tensor) -> Tensor:
+        if m.training:
+            m.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return x - m.mean.clone()
+
+    def body(strategy: str) -> Any:
+        module = seeded(Lit)
+        module.first = nn.Sequential(Does(centered, mean=nn.Buffer(torch.zeros(4))), module.first)
+        return fit(strategy, tmp_path, module)
+
+    expected = body("ddp")
+    for stage in ("zero1", "zero3"):
+        assert_same(body(stage), expected, what=stage)
+
+
+class Quiet(Lit):
+    """Steps that can be compiled: nothing is logged (``self.log`` fails inside of a graph under any strategy)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+@pytest.mark.full
+@on_ranks(2)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("row", ["zero0", "zero3", "zero3_offload_optimizer"])
+def test_compiled_module_trains_as_the_plain_one_with_a_graph_for_all_blocks(
+    row: str, whole: bool, tmp_path: Path
+) -> None:
+    """``torch.compile(module)`` and ``module.compile()``; tests/engine has other forms."""
+    torch._dynamo.reset()
+    COUNT.graphs.clear()
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1, "limit_val_batches": 1}
+    plain = fit(toys.strategy_of(row), tmp_path, seeded(Quiet), **settings)
+    of, module = trainer(toys.strategy_of(row), tmp_path, **settings), seeded(Quiet)
+    compiled = torch.compile(module, backend="counting") if whole else module.compile(backend="counting") or module
+    of.fit(compiled, loader(), loader())
+    found = toys.record(of, module)
+    found.weights = {name.replace("_orig_mod.", ""): value for name, value in found.weights.items()}
+    assert_same(found, plain, tolerance=0)
+    of.test(module, loader(), verbose=False)
+    assert COUNT.blocks() == 2  # in training and in evaluations
 
 
 # -- what cannot work is refused with a reason and a way out ----------------------------------------------------------
