@@ -247,9 +247,6 @@ def test_refusal_names_the_class_and_how_to_allow_it(tmp_path: Path) -> None:
         assert fit("zero3", tmp_path, max_epochs=3, ckpt_path=path).trainer.global_step == 18
 
 
-# -- damage -----------------------------------------------------------------------------------------------------------
-
-
 UNREAD = r"\.metadata: it cannot be read"
 
 

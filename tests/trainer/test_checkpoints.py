@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -128,12 +129,7 @@ class SavesAtEpoch(Callback):
             of.save_checkpoint(self.path)
 
 
-class Case(NamedTuple):
-    kind: str
-    form: str
-    saves: str
-    loads: str
-    precision: str
+Case = namedtuple("Case", "kind form saves loads precision")
 
 
 def cases() -> Iterator[Case]:
@@ -180,17 +176,7 @@ def test_run_resumed_in_another_row_is_the_uninterrupted_one_to_the_bit(case: Ca
     assert rest.trainer.precision_plugin.state_dict() == whole.trainer.precision_plugin.state_dict()
 
 
-# -- other ranks, and DDP ---------------------------------------------------------------------------------------------
-
-
-class Way(NamedTuple):
-    kind: str
-    form: str
-    saves: str
-    loads: str
-    ranks: str
-
-
+Way = namedtuple("Way", "kind form saves loads ranks")
 FAR = itertools.product(
     ("odd", "state in lists", "Muon of torch"),
     ("full", "sharded"),

@@ -248,8 +248,7 @@ def test_all_ranks_leave_together_when_one_gets_sigterm(accumulate: int, tmp_pat
     assert module.trainer.global_step == step  # not in the middle of a window
     assert module.losses == whole.losses[: step * accumulate]
     assert module.saved_at == [] and not list(tmp_path.glob("*.ckpt"))
-    said = f"interrupted at step {step}: SIGTERM" in out.getvalue()
-    assert said == (dist.get_rank() == 0)
+    assert (f"interrupted at step {step}: SIGTERM" in out.getvalue()) == (dist.get_rank() == 0)
     assert fit("zero3", tmp_path, **settings).losses == whole.losses  # these processes can train again
 
 
@@ -439,19 +438,11 @@ WITH_SCHEDULERS = [*zip(CASES, SCHEDULERS, strict=False), ("at the end of an epo
 
 
 def body(
-    root: Path,
-    at: int = -1,
-    *,
-    where: str = "validation",
-    optimizer: str = "adamw",
-    scheduler: str = "none",
-    strategy: str = "zero3",
-    path: Any = None,
-    averages: bool = False,
-    **settings: Any,
+    root: Path, at: int = -1, *, strategy: str = "zero3", path: Any = None, averages: bool = False, **settings: Any
 ) -> tuple[Any, Any]:
-    """Fit, until the signal comes to rank 1 if ``at`` says so; ``path``: resume."""
-    module = seeded(lambda: Terminated(at, 1, where, optimizer=optimizer, scheduler=scheduler))
+    """Fit, until the signal comes to rank 1 if ``at`` says so; ``path``: resume; ``module``: settings of it."""
+    of_module = {"where": "validation", "optimizer": "adamw", **settings.pop("module", {})}
+    module = seeded(lambda: Terminated(at, 1, **of_module))
     of = trainer(strategy, root, callbacks=[EMAWeightAveraging(decay=0.8)] if averages else [], **settings)
     of.strategy.saves_on_sigterm = True
     with pytest.raises(SystemExit, match="143") if at >= 0 else contextlib.nullcontext():
@@ -464,7 +455,7 @@ def body(
 def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, scheduler: str, tmp_path: Path) -> None:
     """Step for step, validation for validation."""
     at, settings = CASES[case]
-    settings = settings | {"scheduler": scheduler}
+    settings = settings | {"module": {"scheduler": scheduler}}
     _, whole = body(tmp_path, **settings)
     _, cut = body(tmp_path, at, **settings)
     first = next(i for i in range(at, -1, -1) if whole.validated[i][1] == 0)
@@ -488,7 +479,7 @@ def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, sche
 def test_signal_in_training_takes_no_batch_and_moves_no_validation(at: int, tmp_path: Path) -> None:
     """Of a loader that knows its place; validations go by the number of all batches, over epochs."""
 
-    settings: dict[str, Any] = {"where": "step", "check_val_every_n_epoch": None, "val_check_interval": 4}
+    settings: dict[str, Any] = {"module": {"where": "step"}, "check_val_every_n_epoch": None, "val_check_interval": 4}
     (_, whole), (_, cut) = body(tmp_path, **settings), body(tmp_path, at, **settings)
     assert len(cut.losses) == at + 1
     _, resumed = body(tmp_path, path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
@@ -522,7 +513,7 @@ def test_slurm_requeues_after_the_validation_or_training_goes_on(refuses: bool, 
 
 @on_ranks(2)
 def test_ddp_goes_on_from_what_was_saved_in_a_validation(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"val_check_interval": 2, "optimizer": "sgd"}
+    settings: dict[str, Any] = {"val_check_interval": 2, "module": {"optimizer": "sgd"}}
     _, whole = body(tmp_path, strategy="ddp", **settings)
     _, cut = body(tmp_path, 1, **settings)
     _, rest = body(tmp_path, strategy="ddp", path=tmp_path / "hpc_ckpt_1.ckpt", **settings)

@@ -36,13 +36,9 @@ def trainer(strategy: str, devices: int) -> Trainer:
 
 
 @pytest.mark.usefixtures("notebook")
-@pytest.mark.parametrize("name", ["zero3", "zero3_offload"])
-def test_one_device_needs_no_launcher(name: str) -> None:
-    assert trainer(name, 1).strategy.launcher is None
-
-
-@pytest.mark.usefixtures("notebook")
-def test_several_devices_in_a_cell_are_refused_with_the_name_to_use() -> None:
+def test_cell_needs_no_launcher_for_one_device_and_another_name_for_several() -> None:
+    for name in ("zero3", "zero3_offload"):
+        assert trainer(name, 1).strategy.launcher is None
     with pytest.raises(ConfigError, match=r"got 2 processes\. Use strategy='zero3_notebook'"):
         trainer("zero3", 2)
     launcher = trainer("zero3_notebook", 2).strategy.launcher

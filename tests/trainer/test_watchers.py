@@ -374,9 +374,6 @@ def test_look_outside_of_a_step_is_true_or_refused_with_the_way(stage: str, tmp_
         look(module.blocks[0].up.weight.detach())
 
 
-# -- norms of gradients in hooks --------------------------------------------------------------------------------------
-
-
 class Watches(Lit):
     """Has frozen, unused and tied parameters, and one of one element; notes all norms in every hook."""
 
