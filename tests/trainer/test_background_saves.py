@@ -16,14 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
 from lightning_zero.checkpoint.sharded import save as saving
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.config import ConfigError, Stage
+from lightning_zero.config import Stage
 from lightning_zero.engine.whole import snapshot as snapshots
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.progress import Count
@@ -167,13 +166,12 @@ def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
         assert threading.current_thread() is threading.main_thread() or on.wait(20)
         fsync(fd)
 
-    class Ends(Callback):
-        def on_train_end(self, of: Any, *_: Any) -> None:
-            assert not (tmp_path / "a.ckpt").exists()
-            on.set()
+    def ends(*_: Any) -> None:
+        assert not (tmp_path / "a.ckpt").exists()
+        on.set()
 
     with mock.patch.object(os, "fsync", stuck):
-        callbacks = [SavesAt(tmp_path / "a.ckpt"), Ends()]
+        callbacks = [SavesAt(tmp_path / "a.ckpt"), LambdaCallback(on_train_end=ends)]
         run = fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
     assert len(run.losses) == 6 and verify.check(tmp_path / "a.ckpt").damage == []
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
@@ -206,8 +204,7 @@ def test_copies_are_of_what_changes_and_used_again(tmp_path: Path) -> None:
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def full_disk(rank: int) -> Iterator[None]:
+def full_disk(rank: int) -> Any:
     """The threads of one rank find the disk full."""
 
     def failing(original: Any) -> Any:
@@ -218,18 +215,7 @@ def full_disk(rank: int) -> Iterator[None]:
 
         return call
 
-    with mock.patch.object(os, "pwrite", failing(os.pwrite)), mock.patch.object(os, "fsync", failing(os.fsync)):
-        yield
-
-
-class SavesOnce(Callback):
-    def __init__(self, path: Path, step: int = 2) -> None:
-        self.path, self.step, self.steps = path, step, 0
-
-    def on_train_batch_end(self, of: Any, *_: Any) -> None:
-        self.steps = of.global_step
-        if of.global_step == self.step:
-            of.save_checkpoint(self.path)
+    return mock.patch.multiple(os, pwrite=failing(os.pwrite), fsync=failing(os.fsync))
 
 
 @pytest.mark.sample
@@ -289,17 +275,17 @@ def test_save_after_a_failed_one_is_whole(rank: int, tmp_path: Path) -> None:
     """What ranks have told each other in the failed one counts no more."""
     saves = Saves(tmp_path)
 
-    class Lost(Callback):
-        def on_train_batch_end(self, of: Any, *_: Any) -> None:
-            checkpoints = of.strategy._checkpoints
-            if of.global_step == 2:
-                checkpoints.next_may_fail = True
-                with full_disk(rank):
-                    of.save_checkpoint(tmp_path / "lost.ckpt")
-                    checkpoints.wait_for_writes()
-                checkpoints.next_may_fail = False
+    def loses(of: Any, *_: Any) -> None:
+        checkpoints = of.strategy._checkpoints
+        if of.global_step == 2:
+            checkpoints.next_may_fail = True
+            with full_disk(rank):
+                of.save_checkpoint(tmp_path / "lost.ckpt")
+                checkpoints.wait_for_writes()
+            checkpoints.next_may_fail = False
 
-    fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[Lost(), saves])
+    callbacks = [LambdaCallback(on_train_batch_end=loses), saves]
+    fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
     dist.barrier()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["behind.ckpt", "now.ckpt"]
     saves.assert_same()
@@ -307,9 +293,8 @@ def test_save_after_a_failed_one_is_whole(rank: int, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_exception_of_training_leaves_the_save_to_its_end(tmp_path: Path) -> None:
-    gate = Gate("any")
-    with gate.watched(), pytest.raises(KeyError, match="planned"):
-        saves = SavesOnce(tmp_path / "a.ckpt", 3)
+    with Gate("any").watched(), pytest.raises(KeyError, match="planned"):
+        saves = SavesAt(tmp_path / "a.ckpt", 3)
         fit(behind(tmp_path), tmp_path, seeded(lambda: Fails(3)), max_epochs=1, callbacks=[saves])
     dist.barrier()
     assert verify.check(tmp_path / "a.ckpt").damage == []
@@ -335,13 +320,6 @@ def test_old_folders_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -
     assert (tmp_path / "last.ckpt").resolve().name == "step=6.ckpt"
     whole = [names for names in seen if names]
     assert whole and all("last.ckpt" in names for names in whole[2:])
-
-
-def test_settings_that_background_saves_ignore_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"zero/checkpoint=sharded: expected no CheckpointIO, got AsyncChe"):
-        ZeroStrategy("zero3", checkpoint={"name": "sharded", "background": True}, checkpoint_io=AsyncCheckpointIO())
-    with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with zero/checkpoint=full"):
-        ZeroStrategy("zero3", checkpoint={"background": True})
 
 
 @on_ranks(2)

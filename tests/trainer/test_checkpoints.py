@@ -1,7 +1,7 @@
 """A save and a load: whatever form, row and number of ranks, training goes on as if it had not been interrupted.
 
 What DDP shows too (the content of files, ``ckpt_path``, ModelCheckpoint) is in ``tests/lightning_table``; what goes
-wrong is in ``test_bad_checkpoints`` and ``test_failing_saves``.
+wrong is in ``test_bad_checkpoints`` and ``test_saves``.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,30 +26,13 @@ from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from tests.engine.optimizers import Shampoo
 from tests.harness import on_ranks, run
 from tests.selection import pairwise_places
-from tests.trainer.toys import (
-    ByHand,
-    Frozen,
-    Lit,
-    Odd,
-    assert_goes_on,
-    assert_weights,
-    fit,
-    loader,
-    odd,
-    optimizer_states,
-    other_weights,
-    seeded,
-    strategy_of,
-    trainer,
-    weights,
-)
+from tests.trainer import toys
+from tests.trainer.toys import Lit, Odd, assert_weights, fit, loader, optimizer_states, seeded, trainer, weights
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
-# -- what is trained --------------------------------------------------------------------------------------------------
 
-
-class TwoOptimizers(ByHand, Odd):
+class TwoOptimizers(toys.ByHand, Odd):
     """AdamW and SGD with two param groups."""
 
     def configure_optimizers(self) -> Any:
@@ -65,7 +49,7 @@ class StateInLists(Lit):
         return Shampoo(self.parameters(), lr=0.01)
 
 
-class MuonOfTorch(ByHand):
+class MuonOfTorch(toys.ByHand):
     """For matrices, and AdamW for the rest."""
 
     def configure_optimizers(self) -> Any:
@@ -120,7 +104,7 @@ KINDS: dict[str, Kind] = {
     "int8 state": Kind(Odd, {"optimizer": {"state_dtype": "int8"}}),
     "averages": Kind(Odd, callbacks=lambda: [EMAWeightAveraging(decay=0.8)]),
     "frozen left out": Kind(
-        Frozen, {"exclude_frozen": True}, lambda: [EMAWeightAveraging(decay=0.8)], lambda: seeded(Frozen)
+        toys.Frozen, {"exclude_frozen": True}, lambda: [EMAWeightAveraging(decay=0.8)], lambda: seeded(toys.Frozen)
     ),
     "thawed": Kind(TrainsHead, callbacks=lambda: [Thaw()]),
     "on rank 0 alone": Kind(Lit, {"stall_timeout_s": 20}, again=on_rank_0_alone),
@@ -133,7 +117,7 @@ def strategy(row: str, form: str, root: Path, **zero: Any) -> Any:
         return DDPStrategy(find_unused_parameters=True)
     checkpoint = {"name": form.removesuffix(" behind"), "background": form.endswith("behind")}
     checkpoint |= {name: zero.pop(name) for name in ("exclude_frozen",) if name in zero}
-    return strategy_of(row, root, checkpoint=checkpoint, **zero)
+    return toys.strategy_of(row, root, checkpoint=checkpoint, **zero)
 
 
 class SavesAtEpoch(Callback):
@@ -145,15 +129,7 @@ class SavesAtEpoch(Callback):
             of.save_checkpoint(self.path)
 
 
-# -- the matrix -------------------------------------------------------------------------------------------------------
-
-
-class Case(NamedTuple):
-    kind: str
-    form: str
-    saves: str
-    loads: str
-    precision: str
+Case = namedtuple("Case", "kind form saves loads precision")
 
 
 def cases() -> Iterator[Case]:
@@ -174,9 +150,9 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(form: str, tmp_path: Pa
         settings: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "limit_val_batches": 1}
         path = tmp_path / f"{stage}.ckpt"
         saves = [SavesAtEpoch(path, 0)]
-        whole = fit(strategy(stage, form, tmp_path), tmp_path, odd(), callbacks=saves, **settings)
-        rest = fit(strategy(stage, form, tmp_path), tmp_path, other_weights(), ckpt_path=path, **settings)
-        assert_goes_on(rest, whole, stage)
+        whole = fit(strategy(stage, form, tmp_path), tmp_path, seeded(Odd), callbacks=saves, **settings)
+        rest = fit(strategy(stage, form, tmp_path), tmp_path, seeded(Odd, 11), ckpt_path=path, **settings)
+        toys.assert_goes_on(rest, whole, stage)
 
 
 @on_ranks(2)
@@ -196,21 +172,11 @@ def test_run_resumed_in_another_row_is_the_uninterrupted_one_to_the_bit(case: Ca
     whole.trainer.strategy.teardown()
     assert path.is_dir() == (case.form != "full")
     rest = body(case.loads, kind.resumed(), ckpt_path=path)
-    assert_goes_on(rest, whole)
+    toys.assert_goes_on(rest, whole)
     assert rest.trainer.precision_plugin.state_dict() == whole.trainer.precision_plugin.state_dict()
 
 
-# -- other ranks, and DDP ---------------------------------------------------------------------------------------------
-
-
-class Way(NamedTuple):
-    kind: str
-    form: str
-    saves: str
-    loads: str
-    ranks: str
-
-
+Way = namedtuple("Way", "kind form saves loads ranks")
 FAR = itertools.product(
     ("odd", "state in lists", "Muon of torch"),
     ("full", "sharded"),
@@ -264,11 +230,11 @@ def test_training_goes_on_under_another_row_on_other_ranks(way: Way, tmp_path: P
 
 @on_ranks(2)
 def test_ddp_goes_on_from_state_in_few_bits(tmp_path: Path) -> None:
-    first = fit(strategy("zero3", "full", tmp_path, optimizer={"state_dtype": "int8"}), tmp_path, odd())
+    first = fit(strategy("zero3", "full", tmp_path, optimizer={"state_dtype": "int8"}), tmp_path, seeded(Odd))
     first.trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["optimizer_states"][0]["state"]
     assert {entry["exp_avg"].dtype for entry in saved.values()} == {torch.bfloat16}
-    rest = fit("ddp", tmp_path, other_weights(), max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
+    rest = fit("ddp", tmp_path, seeded(Odd, 11), max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
     assert rest.trainer.global_step > first.trainer.global_step
 
 
@@ -302,7 +268,7 @@ def _keys(path: Path) -> Iterable[str]:
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_frozen_parameters_are_left_out_and_then_needed(form: str, tmp_path: Path) -> None:
     path = tmp_path / "adapter.ckpt"
-    saved = fit(strategy("zero3", form, tmp_path, exclude_frozen=True), tmp_path, seeded(Frozen), max_epochs=1)
+    saved = fit(strategy("zero3", form, tmp_path, exclude_frozen=True), tmp_path, seeded(toys.Frozen), max_epochs=1)
     saved.trainer.save_checkpoint(path)
     assert _keys(path) == {"head.weight", "head.bias", "seen"}
     of = trainer(strategy("zero3", form, tmp_path, exclude_frozen=True), tmp_path)
@@ -317,14 +283,14 @@ def test_saves_before_a_run_after_an_evaluation_and_after_a_fit_hold_the_weights
     def assert_saved(expected: dict[str, Tensor], weights_only: bool = False) -> None:
         of.save_checkpoint(tmp_path / "a.ckpt", weights_only)
         test = trainer("zero1", tmp_path)
-        test.test(other_weights(), loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+        test.test(seeded(Odd, 11), loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
         assert_weights(weights(test), expected, tolerance=0)
 
-    of, module = trainer(strategy("zero3", form, tmp_path), tmp_path, max_epochs=1), odd()
+    of, module = trainer(strategy("zero3", form, tmp_path), tmp_path, max_epochs=1), seeded(Odd)
     of.strategy.connect(module)
-    assert_saved(odd().state_dict(), weights_only=True)
+    assert_saved(seeded(Odd).state_dict(), weights_only=True)
     of.validate(module, loader(), verbose=False)
-    assert_saved(odd().state_dict())
+    assert_saved(seeded(Odd).state_dict())
     of.fit(module, loader())
     expected, states = weights(of), optimizer_states(of)
     assert_saved(expected)

@@ -84,9 +84,6 @@ def test_model_on_meta_goes_on_from_a_checkpoint(checkpoint: str, tmp_path: Path
     assert_weights(weights(check), weights(first), tolerance=0)
 
 
-# -- out --------------------------------------------------------------------------------------------------------------
-
-
 def logits_of(model: Any) -> Tensor:
     model.eval()
     with torch.no_grad():
@@ -185,8 +182,7 @@ def test_adapters_of_peft_are_trained_saved_and_exported_alone(tmp_path: Path) -
     assert_streams(whole, tmp_path / "out", None)
     assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_size < 20_000
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in")
-    found = peft.PeftModel.from_pretrained(base, tmp_path / "out")
-    assert torch.equal(logits_of(found), expected)
+    assert torch.equal(logits_of(peft.PeftModel.from_pretrained(base, tmp_path / "out")), expected)
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""What ranks do on SIGTERM, on signals of SLURM (see test_processes too), every so often, and in a validation."""
+"""What ranks do on SIGTERM, on signals of SLURM, every so often, and in a validation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
 from lightning_zero.app.jobs import decided
 from lightning_zero.checkpoint.archive import Skeleton
@@ -29,26 +31,106 @@ from lightning_zero.ranks.resume import OUTCOME_VARIABLE
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import on_ranks
-from tests.trainer.test_processes import Signalled, requeued, slurm
-from tests.trainer.toys import (
-    SAMPLES,
-    Lit,
-    assert_weights,
-    fit,
-    loader,
-    on_rank_0,
-    optimizer_states,
-    seeded,
-    trainer,
-    weights,
-)
+from tests.trainer.toys import Lit, assert_weights, fit, loader, on_rank_0, optimizer_states, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
-EPOCH = SAMPLES // 4  # batches
+EPOCH = 6  # batches
+
+
+def slurm(root: Path, refuses: bool = False) -> SLURMEnvironment:
+    """This rank as a task of a SLURM job, with a scontrol that writes down what it is asked for, or refuses it."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    fake = root / "bin" / "scontrol"
+    if rank == 0:
+        fake.parent.mkdir(exist_ok=True)
+        does = "echo 'not allowed' >&2; exit 1" if refuses else f'echo "$@" >> {root}/scontrol.log'
+        fake.write_text(f"#!/bin/sh\n{does}\n")
+        fake.chmod(0o755)
+    dist.barrier()
+    tasks = {"JOB_ID": 77, "JOB_NAME": "train", "NTASKS": world, "NTASKS_PER_NODE": world, "NNODES": 1}
+    tasks |= {"PROCID": rank, "LOCALID": rank, "NODEID": 0, "NODELIST": "localhost"}
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in tasks.items()})
+    os.environ["PATH"] = f"{fake.parent}:{os.environ['PATH']}"
+    return SLURMEnvironment(auto_requeue=True)
+
+
+def requeued(root: Path) -> list[str]:
+    dist.barrier()
+    log = root / "scontrol.log"
+    return log.read_text().split("\n")[:-1] if log.exists() else []
+
+
+class Signalled(Lit):
+    """One rank gets the signal: in the middle of the step ``at`` of an epoch, or after ``at`` batches of validation."""
+
+    def __init__(
+        self, at: int = -1, rank: int = 0, where: str = "step", signum: int = int(signal.SIGUSR1), **settings: Any
+    ) -> None:
+        super().__init__(**settings)
+        self.at, self.rank, self.where, self.signum = at, rank, where, signum
+        self.saved_at: list[int] = []
+        self.validated: list[tuple[int, int]] = []  # steps before it, and the batch
+        self.batch_idx = -1
+        self.blocks[0].register_forward_hook(lambda *_: self._signal(self.batch_idx, "step"))
+
+    def _signal(self, at: int, where: str) -> None:
+        if (at, dist.get_rank(), where) == (self.at, self.rank, self.where):
+            self.at = -1  # once
+            os.kill(os.getpid(), self.signum)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batch_idx = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._signal(len(self.validated), "validation")
+        self.validated.append((self.trainer.global_step, batch_idx))
+        super().validation_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved_at.append(checkpoint["global_step"])
 
 
 Terminated = partial(Signalled, signum=int(signal.SIGTERM))
+InValidation = partial(Terminated, where="validation")
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.mainly(lambda rank, accumulate: (rank, accumulate) in ((0, 1), (1, 3)))
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_requeue_signal_saves_at_the_next_step_boundary(rank: int, accumulate: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
+    for stage in ("zero1", "zero3"):
+        root = tmp_path / stage
+        root.mkdir(exist_ok=True)
+        whole = fit(stage, root, plugins=[slurm(root)], **settings)
+        module = seeded(lambda: Signalled(1, rank))
+        assert requeued(root) == []  # without a signal
+        with pytest.raises(SystemExit, match="0"):
+            fit(stage, root, module, plugins=[slurm(root)], **settings)
+        assert module.saved_at == [2 if accumulate == 1 else 1]  # after the step, or the window, of batch 1
+        assert requeued(root) == ["requeue 77"]
+        assert len(module.losses) == (2 if accumulate == 1 else 3)
+        assert module.losses == whole.losses[: len(module.losses)]
+        found = torch.load(root / "hpc_ckpt_1.ckpt", weights_only=False)
+        until = fit(stage, root, **{**settings, "max_epochs": -1, "max_steps": module.saved_at[0]})
+        assert_weights(found["state_dict"], until.weights, tolerance=0)
+        assert not hasattr(signal.getsignal(signal.SIGUSR1), "signal_handlers")  # as before the run
+        assert "_sigterm_notifier_fn" not in vars(module.trainer._signal_connector)  # Lightning's own is back
+
+
+@on_ranks(2)
+def test_signal_in_evaluation_alone_requeues_and_saves_nothing(tmp_path: Path) -> None:
+    of = trainer("zero3", tmp_path, plugins=[slurm(tmp_path)])
+    of.validate(seeded(lambda: Signalled(1, 0, "validation")), loader(), verbose=False)
+    assert requeued(tmp_path) == ["requeue 77"]
+    assert not list(tmp_path.glob("*.ckpt"))
+    of.save_checkpoint(tmp_path / "later.ckpt")
+    dist.barrier()
+    assert (tmp_path / "later.ckpt").exists()
 
 
 @on_ranks(2)
@@ -74,7 +156,6 @@ def test_sigterm_saves_and_leaves_and_requeues_nothing(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_steps_for_loggers_are_counted_as_without_interruption(tmp_path: Path) -> None:
     """In a job that is interrupted twice, of whose checkpoints the newest alone is kept: each holds the whole state."""
-    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
     seen = []
 
     class Watching(Signalled):
@@ -84,27 +165,11 @@ def test_steps_for_loggers_are_counted_as_without_interruption(tmp_path: Path) -
 
     for start, at in enumerate((1, EPOCH - 1), 1):
         with pytest.raises(SystemExit):
-            fit("zero3", tmp_path, seeded(lambda at=at: Watching(at, 0)), plugins=[slurm(tmp_path)], **settings)
+            fit("zero3", tmp_path, seeded(lambda at=at: Watching(at)), limit_val_batches=0, plugins=[slurm(tmp_path)])
         dist.barrier()
         assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{start}.ckpt"]
-    fit("zero3", tmp_path, seeded(lambda: Watching(-1, 0)), plugins=[slurm(tmp_path)], **settings)
+    fit("zero3", tmp_path, seeded(Watching), limit_val_batches=0, plugins=[slurm(tmp_path)])
     assert seen == [(step, step) for step in range(2 * EPOCH)]
-
-
-@on_ranks(2)
-def test_newest_checkpoint_of_a_signal_alone_is_kept(tmp_path: Path) -> None:
-    """Each holds the whole state; a long run is interrupted many times."""
-    whole = fit("zero3", tmp_path / "whole", limit_val_batches=0, max_epochs=2)
-    for at, version in ((1, 1), (EPOCH - 1, 2)):
-        with pytest.raises(SystemExit):
-            module = seeded(lambda at=at: Signalled(at, 0))
-            fit("zero3", tmp_path, module, limit_val_batches=0, max_epochs=2, plugins=[slurm(tmp_path)])
-        dist.barrier()
-        assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{version}.ckpt"]
-    of = trainer("zero3", tmp_path, limit_val_batches=0, max_epochs=2, plugins=[slurm(tmp_path)])
-    of.fit(seeded(Lit, seed=9), loader())
-    assert of.global_step == 2 * EPOCH
-    assert weights(of).keys() == whole.weights.keys()
 
 
 @on_ranks(2)
@@ -143,12 +208,11 @@ def test_signal_while_ranks_agree_is_answered_at_the_next_boundary(tmp_path: Pat
     of.fit(seeded(Lit), loader())
     side = Interruptions(of, of.strategy.engine, training=True)
 
-    class Agreeing:
-        def max_(self, asked: torch.Tensor) -> torch.Tensor:
-            side._on_term(signal.SIGTERM, None)
-            return asked
+    def max_(asked: Tensor) -> Tensor:
+        side._on_term(signal.SIGTERM, None)
+        return asked
 
-    side._comm = Agreeing()  # type: ignore[assignment]
+    side._comm = mock.Mock(max_=max_)
     side.at_boundary()
     with pytest.raises(SystemExit):
         side.at_boundary()
@@ -160,10 +224,7 @@ def test_signal_while_ranks_agree_is_answered_at_the_next_boundary(tmp_path: Pat
 @contextlib.contextmanager
 def no_broadcasts_of_lightnings() -> Iterator[None]:
     """Neither before each batch nor in a handler."""
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("Lightning's own answer to SIGTERM")
-
+    refuse = mock.Mock(side_effect=AssertionError("Lightning's own answer to SIGTERM"))
     with (
         mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", refuse),
         mock.patch.object(_SignalConnector, "_sigterm_notifier_fn", refuse),
@@ -187,39 +248,23 @@ def test_all_ranks_leave_together_when_one_gets_sigterm(accumulate: int, tmp_pat
     assert module.trainer.global_step == step  # not in the middle of a window
     assert module.losses == whole.losses[: step * accumulate]
     assert module.saved_at == [] and not list(tmp_path.glob("*.ckpt"))
-    said = f"interrupted at step {step}: SIGTERM" in out.getvalue()
-    assert said == (dist.get_rank() == 0)
+    assert (f"interrupted at step {step}: SIGTERM" in out.getvalue()) == (dist.get_rank() == 0)
     assert fit("zero3", tmp_path, **settings).losses == whole.losses  # these processes can train again
-
-
-@on_ranks(2)
-def test_run_saves_before_it_leaves_if_told(tmp_path: Path) -> None:
-    """At the end of an epoch, where resuming needs no data loader that can tell its place."""
-    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
-    whole = fit("zero3", tmp_path, **settings)
-    of = trainer("zero3", tmp_path, **settings)
-    of.strategy.saves_on_sigterm = True
-    with pytest.raises(SystemExit) as stop:
-        of.fit(seeded(lambda: Terminated(EPOCH - 1, 1)), loader())
-    assert stop.value.code == 143
-    again = fit("zero3", tmp_path, seeded(Lit, seed=9), ckpt_path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
-    assert again.trainer.global_step == 2 * EPOCH
-    assert_weights(again.weights, whole.weights, tolerance=0)
 
 
 @on_ranks(2)
 @no_broadcasts_of_lightnings()
 def test_sigterm_ends_an_evaluation_at_once(tmp_path: Path) -> None:
-    of = trainer("zero3", tmp_path)
-    module = seeded(lambda: Terminated(1, 0, "validation"))
-    module.trainer = of
-    with pytest.raises(SystemExit) as stop:
-        if dist.get_rank() == 0:
-            of.validate(module, loader(), verbose=False)
-        else:  # it would hear of a broken connection; here the process lives on
-            module.rank, module.at = 1, 1
-            of.validate(module, loader(), verbose=False)
-    assert stop.value.code == 143
+    # On each rank: one alone would hear of a broken connection, and here processes live on.
+    module = seeded(lambda: InValidation(1, dist.get_rank()))
+    with pytest.raises(SystemExit, match="143"):
+        trainer("zero3", tmp_path).validate(module, loader(), verbose=False)
+
+
+def saves_by_the_clock(root: Path, **settings: Any) -> Any:
+    of = trainer("zero3", root, **settings)
+    of.strategy.save_every_s = 1e-9
+    return of
 
 
 @pytest.mark.sample
@@ -227,8 +272,7 @@ def test_sigterm_ends_an_evaluation_at_once(tmp_path: Path) -> None:
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)  # saving takes longer than a step here
 def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -> None:
     """After each step here, between steps; one file is kept, and training goes on from it as if nothing had been."""
-    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
-    whole = fit("zero3", tmp_path, **settings)
+    whole = fit("zero3", tmp_path, limit_val_batches=0)
     kept: list[list[str]] = []
 
     class Watching(Signalled):
@@ -237,8 +281,7 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
             kept.append([p.name for p in tmp_path.glob("hpc_ckpt_*")])
             return super().training_step(batch, batch_idx)
 
-    of, module, out = trainer("zero3", tmp_path, **settings), seeded(lambda: Watching(-1, 0)), io.StringIO()
-    of.strategy.save_every_s = 1e-9
+    of, module, out = saves_by_the_clock(tmp_path, limit_val_batches=0), seeded(Watching), io.StringIO()
     with contextlib.redirect_stdout(out):
         of.fit(module, loader())
     assert module.losses == whole.losses
@@ -246,7 +289,7 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
     assert kept == [[f"hpc_ckpt_{step}.ckpt"] for step in range(1, 2 * EPOCH + 1)]
     assert (out.getvalue().count("saved step 3 in ") == 1) == (dist.get_rank() == 0)
     found = torch.load(tmp_path / f"hpc_ckpt_{2 * EPOCH}.ckpt", weights_only=False)
-    until = fit("zero3", tmp_path, **{**settings, "max_epochs": -1, "max_steps": 2 * EPOCH - 1})
+    until = fit("zero3", tmp_path, limit_val_batches=0, max_epochs=-1, max_steps=2 * EPOCH - 1)
     assert_weights(found["state_dict"], until.weights, tolerance=0)
 
 
@@ -255,15 +298,13 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
 def test_saves_by_the_clock_in_the_working_directory(tmp_path: Path) -> None:
     """Which may be written in two ways; what was saved is not removed as an older one."""
     os.chdir(tmp_path)
-    of = trainer("zero3", Path(), max_epochs=1)  # type: ignore[arg-type]
-    of.strategy.save_every_s = 1e-9
-    of.fit(seeded(Lit), loader())
+    saves_by_the_clock(Path(), max_epochs=1).fit(seeded(Lit), loader())
     dist.barrier()
     assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{EPOCH}.ckpt"]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("rank", "make"), [(0, Lit), (1, partial(Signalled, -1, 0))])  # one has a hook on saves
+@pytest.mark.parametrize(("rank", "make"), [(0, Lit), (1, Signalled)])  # one has a hook on saves
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
 def test_failed_save_by_the_clock_is_a_warning(rank: int, make: Any, tmp_path: Path) -> None:
     """And training goes on, with losses that know nothing of it; the next save is tried again."""
@@ -276,8 +317,7 @@ def test_failed_save_by_the_clock_is_a_warning(rank: int, make: Any, tmp_path: P
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(*args)
 
-    of = trainer("zero3", tmp_path, **settings)
-    of.strategy.save_every_s = 1e-9
+    of = saves_by_the_clock(tmp_path, **settings)
     says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training goes on"
     with mock.patch.object(os, "pwrite", full), on_rank_0(pytest.warns(UserWarning, match=says)):
         of.fit(module, loader())
@@ -307,12 +347,12 @@ def test_failed_save_takes_no_room(tmp_path: Path) -> None:
             return super().training_step(batch, batch_idx)
 
     held: list[bool] = []
-    of = trainer("zero3", tmp_path, max_steps=2, limit_val_batches=0)
-    of.strategy.save_every_s = 1e-9
     gc.disable()
     try:
         with mock.patch.object(Skeleton, "finish", fails):
-            of.fit(seeded(lambda: Looks(optimizer="adamw")), loader())
+            saves_by_the_clock(tmp_path, max_steps=2, limit_val_batches=0).fit(
+                seeded(lambda: Looks(optimizer="adamw")), loader()
+            )
     finally:
         gc.enable()
     assert held == [False, False] and (count[0] > 1 or dist.get_rank())
@@ -363,26 +403,6 @@ class Told:
         self.first = self.given % len(self.batches)
 
 
-class InValidation(Lit):
-    """A signal comes to one rank in a batch of a validation; ``at``: how many batches of validation were before."""
-
-    def __init__(self, at: int = -1, rank: int = 0, signum: int = int(signal.SIGTERM), **settings: Any) -> None:
-        super().__init__(**settings)
-        self.at, self.rank, self.signum = at, rank, signum
-        self.validated: list[tuple[int, int]] = []
-        self.rates_seen: list[float] = []
-        self.saw_sigterm = False
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if (len(self.validated), dist.get_rank()) == (self.at, self.rank):
-            os.kill(os.getpid(), self.signum)
-        self.validated.append((self.trainer.global_step, batch_idx))
-        super().validation_step(batch, batch_idx)
-
-    def on_exception(self, *_: Any) -> None:
-        self.saw_sigterm = self.trainer.received_sigterm
-
-
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
@@ -411,20 +431,21 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulating": (1, {"val_check_interval": 2, "accumulate_grad_batches": 2}),
     "a window of the last batches": (1, {"accumulate_grad_batches": 4}),
     "at the last batch": (EPOCH - 1, {}),
+    "of averages in the weights' place": (2, {"val_check_interval": 2, "averages": True}),
 }
 SCHEDULERS = itertools.cycle(["plateau", "step", "epoch", "plateau by step"])
 WITH_SCHEDULERS = [*zip(CASES, SCHEDULERS, strict=False), ("at the end of an epoch", "plateau")]
 
 
 def body(
-    root: Path, at: int = -1, *, make: Any = InValidation, strategy: str = "zero3", path: Any = None, **settings: Any
+    root: Path, at: int = -1, *, strategy: str = "zero3", path: Any = None, averages: bool = False, **settings: Any
 ) -> tuple[Any, Any]:
-    """Fit, until the signal comes to rank 1 if ``at`` says so; ``path``: resume."""
-    module = seeded(lambda: make(at, 1, **settings.pop("module", {})))
-    of = trainer(strategy, root, **settings)
-    if strategy.startswith("zero"):
-        of.strategy.saves_on_sigterm = True
-    with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
+    """Fit, until the signal comes to rank 1 if ``at`` says so; ``path``: resume; ``module``: settings of it."""
+    of_module = {"where": "validation", "optimizer": "adamw", **settings.pop("module", {})}
+    module = seeded(lambda: Terminated(at, 1, **of_module))
+    of = trainer(strategy, root, callbacks=[EMAWeightAveraging(decay=0.8)] if averages else [], **settings)
+    of.strategy.saves_on_sigterm = True
+    with pytest.raises(SystemExit, match="143") if at >= 0 else contextlib.nullcontext():
         of.fit(module, Told(), loader(), ckpt_path=path)
     return of, module
 
@@ -434,7 +455,7 @@ def body(
 def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, scheduler: str, tmp_path: Path) -> None:
     """Step for step, validation for validation."""
     at, settings = CASES[case]
-    settings = settings | {"module": {"optimizer": "adamw", "scheduler": scheduler}}
+    settings = settings | {"module": {"scheduler": scheduler}}
     _, whole = body(tmp_path, **settings)
     _, cut = body(tmp_path, at, **settings)
     first = next(i for i in range(at, -1, -1) if whole.validated[i][1] == 0)
@@ -454,46 +475,24 @@ def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, sche
 
 
 @on_ranks(2)
-def test_trained_weights_are_saved_in_a_validation_of_their_average(tmp_path: Path) -> None:
-    """Averages are in the model's place for that time."""
-
-    def averaged(at: int = -1, **more: Any) -> Any:
-        callbacks = [EMAWeightAveraging(decay=0.8)]
-        return body(tmp_path, at, val_check_interval=2, callbacks=callbacks, module={"optimizer": "adamw"}, **more)
-
-    (of, whole), (_, cut) = averaged(), averaged(2)
-    again, resumed = averaged(path=tmp_path / "hpc_ckpt_1.ckpt")
-    assert cut.losses + resumed.losses == whole.losses
-    assert cut.evaluated + resumed.evaluated == whole.evaluated
-    assert_weights(weights(again), weights(of), tolerance=0)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("at", [0, 2, EPOCH - 1])
 def test_signal_in_training_takes_no_batch_and_moves_no_validation(at: int, tmp_path: Path) -> None:
     """Of a loader that knows its place; validations go by the number of all batches, over epochs."""
 
-    class Validated(Signalled):
-        def __init__(self, at: int, rank: int) -> None:
-            super().__init__(at, rank, signum=int(signal.SIGTERM))
-            self.validated_at: list[int] = []
-
-        def on_validation_start(self) -> None:
-            self.validated_at.append(self.trainer.global_step)
-
-    settings: dict[str, Any] = {"make": Validated, "check_val_every_n_epoch": None, "val_check_interval": 4}
+    settings: dict[str, Any] = {"module": {"where": "step"}, "check_val_every_n_epoch": None, "val_check_interval": 4}
     (_, whole), (_, cut) = body(tmp_path, **settings), body(tmp_path, at, **settings)
     assert len(cut.losses) == at + 1
     _, resumed = body(tmp_path, path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
     assert cut.losses + resumed.losses == whole.losses
-    assert cut.validated_at + resumed.validated_at == whole.validated_at == [4, 8, 12]
+    assert cut.validated + resumed.validated == whole.validated
+    assert [step for step, batch in whole.validated if batch == 0] == [4, 8, 12]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("refuses", [False, True])
 def test_slurm_requeues_after_the_validation_or_training_goes_on(refuses: bool, tmp_path: Path) -> None:
     def run(at: int = -1) -> Any:
-        module = seeded(lambda: InValidation(at, 1, int(signal.SIGUSR1), optimizer="adamw"))
+        module = seeded(lambda: Signalled(at, 1, "validation", optimizer="adamw"))
         callbacks = [EMAWeightAveraging(decay=0.8)]
         of = trainer("zero3", tmp_path, val_check_interval=3, plugins=[environment], callbacks=callbacks)
         with pytest.raises(SystemExit, match="0") if at >= 0 and not refuses else contextlib.nullcontext():
@@ -514,7 +513,8 @@ def test_slurm_requeues_after_the_validation_or_training_goes_on(refuses: bool, 
 
 @on_ranks(2)
 def test_ddp_goes_on_from_what_was_saved_in_a_validation(tmp_path: Path) -> None:
-    _, whole = body(tmp_path, strategy="ddp", val_check_interval=2)
-    _, cut = body(tmp_path, 1, val_check_interval=2)
-    _, rest = body(tmp_path, strategy="ddp", val_check_interval=2, path=tmp_path / "hpc_ckpt_1.ckpt")
+    settings: dict[str, Any] = {"val_check_interval": 2, "module": {"optimizer": "sgd"}}
+    _, whole = body(tmp_path, strategy="ddp", **settings)
+    _, cut = body(tmp_path, 1, **settings)
+    _, rest = body(tmp_path, strategy="ddp", path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
     torch.testing.assert_close(cut.losses + rest.losses, whole.losses)

@@ -37,7 +37,7 @@ from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.saves import kept_files
 from lightning_zero.trainer.saves.kept_files import NoteJob
 from tests.harness import Pool
-from tests.trainer.toys import Lit, Samples, seeded, strategy_of, trainer
+from tests.trainer.toys import Dropping, Samples, seeded, strategy_of, trainer
 
 pytestmark = pytest.mark.full
 
@@ -68,16 +68,6 @@ class Job(NamedTuple):
     every_s: float | None  # save_minutes
     checkpoint: str = "full"
     steps: int = 18
-
-
-class Noisy(Lit):
-    def __init__(self) -> None:
-        super().__init__(optimizer="adamw", scheduler="step")
-        self.drop = torch.nn.Dropout(0.3)
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return torch.nn.functional.mse_loss(self(self.drop(x)), y)
 
 
 class Notes(Callback):
@@ -125,15 +115,15 @@ def start(root: Path, job: Job, kill: Kill | None) -> None:
         newest = resume.checkpoint_of_job(root, [root / "checkpoints"])
         save = ModelCheckpoint(root / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=1, save_last="link")
         saves = {"name": job.checkpoint, "background": job.writer == "behind"}
-        row = f"{job.stage} {job.offload}"
-        strategy = strategy_of(row, root.parent, checkpoint=saves, stall_timeout_s=20.0)
+        strategy = strategy_of(f"{job.stage} {job.offload}", root.parent, checkpoint=saves, stall_timeout_s=20.0)
         strategy.run_plan.resumes_job, strategy.save_every_s = newest is not None, job.every_s
         callbacks = [save, NoteJob(str(root)), Notes(root, kill, pids)]
         settings: dict[str, Any] = {"max_steps": job.steps, "max_epochs": -1, "enable_checkpointing": True}
         settings["plugins"] = [AsyncCheckpointIO()] if job.writer == "async" else []
         of = trainer(strategy, root, callbacks=callbacks, **settings)
         with mock.patch.object(interruptions, "SAVING_SHARE", 1e9):
-            of.fit(seeded(Noisy), ResumableLoader(Samples(), 2, trainer=of), ckpt_path=newest)
+            module = seeded(lambda: Dropping(optimizer="adamw", scheduler="step"))
+            of.fit(module, ResumableLoader(Samples(), 2, trainer=of), ckpt_path=newest)
     dist.barrier()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lightning_zero
@@ -22,6 +22,7 @@ from lightning_zero.config import Precision, make_config
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.trainer.memory.activations import LiveBytes, measure
 from tests.harness import on_ranks
+from tests.models import checkpointed
 from tests.trainer.toys import seeded, trainer
 
 pytestmark = pytest.mark.full
@@ -79,16 +80,22 @@ class Attention(nn.Module):
 
 
 class Own(pl.LightningModule):
-    """A language model of the user's own; ``heads`` and ``keys`` of attention."""
+    """A language model of the user's own; ``heads`` and ``keys`` of attention. ``call(block, x)`` calls a block."""
 
-    def __init__(self, heads: int = 4, keys: int = 4) -> None:
+    def __init__(self, heads: int = 4, keys: int = 4, call: Callable[[nn.Module, Tensor], Tensor] | None = None):
         super().__init__()
+        if call is not None:
+            self.call = call  # type: ignore[method-assign]
         self.embed, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(LENGTH, 16)
         self.blocks = nn.ModuleList(Attention(16, heads, keys) for _ in range(2))
         self.head = nn.Linear(16, VOCABULARY)
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        positions = lightning_zero.sequence_positions(tokens.shape[1], tokens.device)
+        return self.embed(tokens) + self.position(positions)
+
     def hidden(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1], tokens.device))
+        x = self.embedded(tokens)
         for block in self.blocks:
             x = self.call(block, x)
         return x
@@ -103,7 +110,7 @@ class Own(pl.LightningModule):
         return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="none").view_as(batch[1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return loss_of_pair(self, batch)
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
@@ -112,28 +119,9 @@ class Own(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LR)
 
 
-class Llama(pl.LightningModule):
-    """Of transformers, with rotary positions, masks of padding and a shift of labels of its own."""
-
-    def __init__(self, attention: str = "sdpa", keys: int = 2) -> None:
-        super().__init__()
-        import transformers
-
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": keys, "max_position_embeddings": LENGTH}
-        config = transformers.LlamaConfig(**sizes, **heads, attn_implementation=attention)
-        self.model = transformers.LlamaForCausalLM(config)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=LR)
-
-
-def gpt(**settings: Any) -> LitGPT:
-    sizes = {"vocab_size": VOCABULARY, "n_layer": 2, "n_head": 4, "d_model": 16, "block_size": LENGTH}
-    module = LitGPT(**{**sizes, **settings})
+def gpt(*, block_size: int = LENGTH, n_layer: int = 2, position: str = "rotary") -> LitGPT:
+    settings: dict[str, Any] = {"block_size": block_size, "n_layer": n_layer, "position": position}
+    module = LitGPT(vocab_size=VOCABULARY, n_head=4, d_model=16, **settings)
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=LR)
     return module
 
@@ -168,8 +156,16 @@ def fit(module: pl.LightningModule, data: Texts, root: Path, size: int, stage: i
     return record
 
 
+def loss_of_step(module: Any, batch: Any) -> Tensor:
+    return module.training_step(batch, 0)
+
+
 def one_process(
-    module: pl.LightningModule, data: Texts, groups: int, loss: Callable[[Any, Any], Tensor], accumulate: int = 1
+    module: pl.LightningModule,
+    data: Texts,
+    groups: int,
+    loss: Callable[[Any, Any], Tensor] = loss_of_step,
+    accumulate: int = 1,
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
     """Losses of each group, by steps, and the first gradient: of plain training, with whole sequences."""
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
@@ -190,13 +186,13 @@ def one_process(
 
 def assert_parity(
     make: Callable[[], pl.LightningModule],
-    loss: Callable[[Any, Any], Tensor],
     form: str,
     root: Path,
     size: int,
     stage: int = 3,
     ignored: bool = False,
     accumulate: int = 1,
+    loss: Callable[[Any, Any], Tensor] = loss_of_step,
     **settings: Any,
 ) -> Record:
     """Losses and gradients are those of one process; the trained weights too, since later losses are."""
@@ -206,21 +202,12 @@ def assert_parity(
     found = fit(seeded(make), data, root, size, stage, accumulate_grad_batches=accumulate, **settings)
     expected = losses[dist.get_rank() // size]
     torch.testing.assert_close(found.losses, [x / accumulate for x in expected], rtol=1e-6, atol=1e-6)
-
     torch.testing.assert_close(found.gradients, gradients, rtol=1e-5, atol=1e-6)
     return found
 
 
-def loss_of_pair(module: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten())
-
-
 def loss_of_next(module: Any, batch: Any) -> Tensor:
     return F.cross_entropy(module(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-
-def loss_of_llama(module: Any, batch: Any) -> Tensor:
-    return module.model(**batch).loss
 
 
 @pytest.mark.sample
@@ -228,39 +215,19 @@ def loss_of_llama(module: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_own_attention_equals_one_process(stage: int, tmp_path: Path) -> None:
     for heads, keys in ((4, 4), (4, 2), (4, 1)):
-        make = lambda h=heads, k=keys: Own(h, k)  # noqa: E731
         for size in {2, dist.get_world_size()} if heads == keys else {dist.get_world_size()}:
-            assert_parity(make, loss_of_pair, "pair", tmp_path, size, stage, ignored=heads == keys)
+            assert_parity(partial(Own, heads, keys), "pair", tmp_path, size, stage, ignored=heads == keys)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("position, recompute", [("learned", "none"), ("rotary", "blocks"), ("rotary", "offload")])
 def test_the_default_model_equals_one_process(position: str, recompute: str, tmp_path: Path) -> None:
-    make = lambda: gpt(position=position)  # noqa: E731
     zero = {"activation_checkpointing": recompute}
-    assert_parity(make, loss_of_next, "next", tmp_path, 2, 1, zero=zero)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("keys, form", [(4, "prompt"), (2, "padded"), (1, "padded")])
-def test_transformers_equals_one_process(keys: int, form: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    make = lambda: Llama("sdpa", keys)  # noqa: E731
-    assert_parity(make, loss_of_llama, form, tmp_path, 2, accumulate=2)
-
-
-class Masks(Llama):
-    """The step makes mask and labels of its part, and asks where it is."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens = batch["input_ids"]
-        positions = lightning_zero.sequence_positions(tokens.shape[1])[None]
-        labels = torch.where(tokens > 3, tokens, -100)
-        return self.model(tokens, attention_mask=tokens > 3, position_ids=positions, labels=labels).loss
+    assert_parity(partial(gpt, position=position), "next", tmp_path, 2, 1, loss=loss_of_next, zero=zero)
 
 
 class Encoder(Own):
-    """With torch's own layers: attention inside of ``nn.MultiheadAttention``, and norms."""
+    """Attention inside of ``nn.MultiheadAttention``, and norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,57 +235,10 @@ class Encoder(Own):
         self.blocks = nn.ModuleList([nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)])
 
 
-class Manual(Own):
-    """Manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        optimizer: Any = self.optimizers()
-        optimizer.step()
-        optimizer.zero_grad()
-        return {"loss": loss}
-
-
-class Helped(Own):
-    """A loss of its own, by the helper: what is logged inside of the step is the mean over all tokens too."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = lightning_zero.mean_over_tokens(self.nats(batch), batch[1] != -100)
-        self.log("inside", loss)
-        return loss
-
-
-class Again(Own):
-    """Blocks by the user's own activation checkpointing."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=self.reentrant)
-
-
 @on_ranks(2, full=(4,))
-def test_layers_and_losses_of_many_forms_equal_one_process(tmp_path: Path) -> None:
-    assert_parity(Encoder, loss_of_pair, "pair", tmp_path, 2, 2)
-    assert_parity(Masks, lambda module, batch: module.training_step(batch, 0), "padded", tmp_path, 2, 1)
-    assert_parity(Helped, loss_of_pair, "pair", tmp_path, 2, 1, ignored=True)
-    for reentrant in (True, False):
-        assert_parity(lambda r=reentrant: Again(r), loss_of_pair, "pair", tmp_path, 2, 1)
-    data = Texts("pair", dist.get_world_size() // 2, ignored=True)
-    expected = seeded(Own)
-    one_process(expected, data, dist.get_world_size() // 2, loss_of_pair)
-    found = seeded(Manual)
-    fit(found, data, tmp_path, 2, 3)
-    with lightning_zero.gather(found):
-        for name, value in expected.state_dict().items():
-            torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+def test_layers_of_torch_and_blocks_that_are_recomputed_equal_one_process(tmp_path: Path) -> None:
+    for make in (Encoder, *[partial(Own, call=checkpointed(reentrant)) for reentrant in (True, False)]):
+        assert_parity(make, "pair", tmp_path, 2, 1)
 
 
 class Most(pl.Callback):
@@ -341,8 +261,7 @@ def test_activations_are_divided_as_planned(tmp_path: Path) -> None:
     most, planned = {}, {}
     tokens = torch.zeros(2, 257, dtype=torch.int64)
     for size in (1, 2):
-        make = lambda: gpt(block_size=256, n_layer=3, position="rotary")  # noqa: E731
-        callback = Most()
+        make, callback = partial(gpt, block_size=256, n_layer=3), Most()
         of = trainer(ZeroStrategy(0, sequence_parallel=size), tmp_path, max_epochs=1, callbacks=[callback])
         of.fit(seeded(make), DataLoader([tokens] * 2, batch_size=None))
         most[size] = callback.most
@@ -379,18 +298,14 @@ def test_dropout_of_parts_is_independent_and_all_else_is_the_same(tmp_path: Path
     assert all(drawn[1::2] == table[0][1::2] for drawn in table)
 
 
-class Dropout(Own):
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return block(F.dropout(x, 0.3, self.training))
-
-
 @on_ranks(2)
 def test_resumed_run_draws_the_same_dropout(tmp_path: Path) -> None:
     data, kept = Texts("pair", 1), ModelCheckpoint(tmp_path, every_n_train_steps=STEPS, save_top_k=-1)
-    straight = fit(seeded(Dropout), data, tmp_path, 2, 1, max_epochs=2, callbacks=[kept], enable_checkpointing=True)
+    make = partial(Own, call=lambda block, x: block(F.dropout(x, 0.3, block.training)))
+    straight = fit(seeded(make), data, tmp_path, 2, 1, max_epochs=2, callbacks=[kept], enable_checkpointing=True)
     first = min(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     torch.manual_seed(1)
-    again = fit(seeded(Dropout), data, tmp_path, 2, 1, max_epochs=2, ckpt_path=first)
+    again = fit(seeded(make), data, tmp_path, 2, 1, max_epochs=2, ckpt_path=first)
     assert len(again.losses) == STEPS and again.losses == straight.losses[STEPS:]
 
 
@@ -427,10 +342,10 @@ def test_tokens_of_a_group_are_counted_once(tmp_path: Path) -> None:
     for size in (1, 2):
         monitor = ZeroMonitor(1)
         of = trainer(ZeroStrategy(1, sequence_parallel=size), tmp_path, max_epochs=1, callbacks=[monitor])
-        of.fit(seeded(lambda: gpt(position="rotary")), loader(Texts("next", 1), of))
+        of.fit(seeded(gpt), loader(Texts("next", 1), of))
         sums, replicas = monitor._sums, of.distributed_sampler_kwargs["num_replicas"]
         seen[size] = sums["tokens"] * replicas / sums["batches"], sums["flops"] / sums["batches"]
-        plan = measure(gpt(position="rotary"), tokens, make_config(sequence_parallel=size), Precision.fp32)
+        plan = measure(gpt(), tokens, make_config(sequence_parallel=size), Precision.fp32)
         assert of.callback_metrics.get("zero/moved_bytes/sequence", 0) == plan.exchanged
         assert (plan.exchanged > 0) == (size > 1)
     assert seen[1][0] == 2 * seen[2][0] == 2 * 2 * (LENGTH + 1)  # two batches at once, or one

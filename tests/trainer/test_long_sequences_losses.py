@@ -19,7 +19,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.sequence.part import SequencePart
 from lightning_zero.sequence.step import computing
 from tests.harness import on_ranks
-from tests.trainer.test_long_sequences import VOCABULARY, Own, Texts, assert_parity, fit, loss_of_pair, one_process
+from tests.trainer.test_long_sequences import VOCABULARY, Own, Texts, assert_parity, fit, one_process
 from tests.trainer.toys import seeded
 
 pytestmark = pytest.mark.full
@@ -49,16 +49,14 @@ class Loss(Own):
         if self.form == "index":
             return F.cross_entropy(flat, torch.where(labels < 0, IGNORED, labels).flatten(), ignore_index=IGNORED)
         if self.form == "weight":
-            weight = torch.arange(1.0, VOCABULARY + 1)
-            return F.cross_entropy(flat, labels.flatten(), weight, label_smoothing=0.1)
+            return F.cross_entropy(flat, labels.flatten(), torch.arange(1.0, VOCABULARY + 1), label_smoothing=0.1)
         if self.form == "nll":
             return F.nll_loss(flat.log_softmax(-1), labels.flatten())
         if self.form == "two":  # which count other tokens, and one that is a mean over as many values in each part
             other = torch.where(tokens > 6, labels, -100).flatten()
             return F.cross_entropy(flat, labels.flatten()) + F.cross_entropy(flat, other) + 0.1 * flat.square().mean()
         if self.form == "beside":  # a mean that is logged says nothing of the loss
-            right = (logits.argmax(-1) == labels).float()
-            self.accuracy = lightning_zero.mean_over_tokens(right, labels != -100)
+            self.accuracy = lightning_zero.mean_over_tokens((logits.argmax(-1) == labels).float(), labels != -100)
             return F.cross_entropy(flat, labels.flatten())
         if self.form == "values":
             return lightning_zero.mean_over_tokens(F.mse_loss(logits, torch.zeros_like(logits), reduction="none"))
@@ -66,8 +64,7 @@ class Loss(Own):
             return F.mse_loss(logits, torch.zeros_like(logits))
         if self.form == "by name":
             return by_name(flat, labels.flatten())
-        nats = F.cross_entropy(flat, labels.flatten(), reduction="none" if self.form == "each" else "sum")
-        return nats.sum()
+        return F.cross_entropy(flat, labels.flatten(), reduction="none" if self.form == "each" else "sum").sum()
 
 
 FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked", "texts")
@@ -77,7 +74,7 @@ FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked", "texts"
 @on_ranks(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_count_each_token_once(form: str, tmp_path: Path) -> None:
-    assert_parity(lambda: Loss(form), loss_of_step, "pair", tmp_path, 2, 1, ignored=True)
+    assert_parity(lambda: Loss(form), "pair", tmp_path, 2, 1, ignored=True)
 
 
 @on_ranks(2)
@@ -108,7 +105,7 @@ class Beside(Own):
 
 @on_ranks(2)
 def test_other_losses_of_the_step_change_nothing(tmp_path: Path) -> None:
-    assert_parity(lambda: Beside("mean"), loss_of_step, "pair", tmp_path, 2, 1, ignored=True)
+    assert_parity(lambda: Beside("mean"), "pair", tmp_path, 2, 1, ignored=True)
     for form in ("by hand", "feature"):  # also where the first batch has as many labels in each part
         with pytest.raises(ConfigError, match="mean over the tokens of all parts"):
             fit(seeded(lambda f=form: Beside(f)), Texts("pair", 1), tmp_path, 2, 1)
@@ -120,17 +117,13 @@ class Leaves(Own):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_step and dist.get_rank() == 0:
             return 0 * self(batch[0]).sum()
-        return loss_of_pair(self, batch)
+        return super().training_step(batch, batch_idx)
 
 
 @on_ranks(2)
 def test_losses_that_some_ranks_leave_out_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Call them on all ranks"):
         fit(seeded(Leaves), Texts("pair", 1), tmp_path, 2, 1)
-
-
-def loss_of_step(module: Any, batch: Any) -> Tensor:
-    return module.training_step(batch, 0)
 
 
 class TwoSteps(Own):
@@ -144,7 +137,7 @@ class TwoSteps(Own):
         tokens, labels = batch
         optimizer: Any = self.optimizers()
         for wanted in (labels, torch.where(tokens > 5, labels, -100)):
-            loss = loss_of_pair(self, (tokens, wanted))
+            loss = super().training_step((tokens, wanted), batch_idx)
             self.manual_backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -183,7 +176,7 @@ class Logs(Own):
 def test_logged_loss_is_that_of_whole_texts(tmp_path: Path) -> None:
     """Also on a rank whose part has no labels, where a mean of its own would be NaN."""
     data, module = Texts("pair", 1, ignored=True), seeded(Logs)
-    expected, _ = one_process(seeded(Own), data, 1, loss_of_pair)
+    expected, _ = one_process(seeded(Own), data, 1)
     fit(module, data, tmp_path, 2, 1)
     assert module.found == [(pytest.approx(loss, rel=1e-6),) * 2 for loss in expected[0]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric
 
 import lightning_zero
-from lightning_zero import ZeroStrategy, config
+from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
-from tests.trainer.test_long_sequences import LENGTH, STEPS, Llama, Own, Texts, fit, loader
+from tests.trainer.test_long_sequences import LENGTH, STEPS, Own, Record, Texts, fit, loader
 from tests.trainer.toys import seeded, trainer
 
 pytestmark = pytest.mark.full
@@ -41,12 +42,9 @@ class Changed(Own):
         self.norm = nn.BatchNorm1d(16)
         self.weighing = nn.MultiheadAttention(16, 2, batch_first=True)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
-        x = x + self.change(x, self, tokens)
-        for block in self.blocks:
-            x = block(x)
-        return x
+    def embedded(self, tokens: Tensor) -> Tensor:
+        x = super().embedded(tokens)
+        return x + self.change(x, self, tokens)
 
 
 Change = Callable[[Tensor, Any, Tensor], Any]
@@ -97,12 +95,30 @@ HONEST: dict[str, Change] = {
 }
 
 
+def refused(words: str) -> Any:
+    return pytest.raises(ConfigError, match=words)
+
+
+def fit_pairs(module: Own, root: Path, stage: int = 3, **settings: Any) -> Record:
+    return fit(module, Texts("pair", 1), root, 2, stage, **settings)
+
+
+def fit_changed(change: Change, root: Path, stage: int = 3, **settings: Any) -> Record:
+    return fit_pairs(seeded(partial(Changed, change)), root, stage, **settings)
+
+
+def fit_batches(module: Any, batches: list[Any], root: Path, stage: int = 3, **settings: Any) -> None:
+    """``batches``: as they are, on each rank."""
+    of = trainer(ZeroStrategy(stage, sequence_parallel=2), root, max_epochs=1, **settings)
+    of.fit(module, DataLoader(batches, batch_size=None))
+
+
 @on_ranks(2)
 def test_operations_along_the_positions_are_refused(tmp_path: Path) -> None:
     for number, (name, change) in enumerate(LOOKS_ALONG.items()):
-        module = seeded(lambda c=change: Changed(c))
-        with pytest.raises(ConfigError, match="the first parameter whose gradient differs is") as found:
-            fit(module, Texts("pair", 1), tmp_path, 2, 3 * (number % 2), accumulate_grad_batches=2)
+        module = seeded(partial(Changed, change))
+        with refused("the first parameter whose gradient differs is") as found:
+            fit_pairs(module, tmp_path, 3 * (number % 2), accumulate_grad_batches=2)
         assert "Look in training_step" in str(found.value), name
         assert module.trainer.global_step == 0
 
@@ -110,18 +126,17 @@ def test_operations_along_the_positions_are_refused(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_operations_of_each_position_by_itself_are_not_refused(tmp_path: Path) -> None:
     for name, change in HONEST.items():
-        found = fit(seeded(lambda c=change: Changed(c)), Texts("pair", 1), tmp_path, 2, 3)
-        assert len(found.losses) == STEPS, name
+        assert len(fit_changed(change, tmp_path).losses) == STEPS, name
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 def test_comparison_asks_for_no_more_digits_than_the_precision_has(precision: str, tmp_path: Path) -> None:
     for name in ("each", "dropout", "mean"):
-        fit(seeded(lambda n=name: Changed(HONEST[n])), Texts("pair", 1), tmp_path, 2, 3, precision=precision)
+        fit_changed(HONEST[name], tmp_path, precision=precision)
     for name in ("var", "constant", "arange", "last"):
-        with pytest.raises(ConfigError, match="Look in training_step"):
-            fit(seeded(lambda n=name: Changed(LOOKS_ALONG[n])), Texts("pair", 1), tmp_path, 2, 3, precision=precision)
+        with refused("Look in training_step"):
+            fit_changed(LOOKS_ALONG[name], tmp_path, precision=precision)
 
 
 class ByHand(Changed):
@@ -158,14 +173,13 @@ class ByHand(Changed):
 @on_ranks(2)
 def test_step_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
     for stage in (0, 3):
-        module = seeded(lambda: ByHand(HONEST["dropout"]))
-        fit(module, Texts("pair", 1), tmp_path, 2, stage, zero={"offload": "optimizer_cpu"} if stage else {})
-        assert module.calls == module.metric.update_count == module.seen == STEPS == module.trainer.global_step
-        assert module.kept == [0, 1] and module.rates == [0.5, 0.25]
-        refused = seeded(lambda: ByHand(LOOKS_ALONG["mean"]))
-        with pytest.raises(ConfigError, match="Look in training_step"):
-            fit(refused, Texts("pair", 1), tmp_path, 2, stage)
-        assert refused.calls == refused.trainer.global_step == 0 and not refused.trainer.callback_metrics
+        fine, along = (seeded(partial(ByHand, change)) for change in (HONEST["dropout"], LOOKS_ALONG["mean"]))
+        fit_pairs(fine, tmp_path, stage, zero={"offload": "optimizer_cpu"} if stage else {})
+        assert fine.calls == fine.metric.update_count == fine.seen == STEPS == fine.trainer.global_step
+        assert fine.kept == [0, 1] and fine.rates == [0.5, 0.25]
+        with refused("Look in training_step"):
+            fit_pairs(along, tmp_path, stage)
+        assert along.calls == along.trainer.global_step == 0 and not along.trainer.callback_metrics
 
 
 class Third(Changed):
@@ -182,11 +196,9 @@ def test_batches_of_another_form_are_tried_too(tmp_path: Path) -> None:
     data = Texts("pair", 1)
     batches = [(data.tokens[:2], data.labels[:2])] * 3
     batches += [(*batches[0], data.tokens[:2]) if dist.get_rank() < 2 else batches[0]]
-    module = seeded(lambda: Third(HONEST["each"]))
-    strategy = ZeroStrategy(3, sequence_parallel=2)
-    of = trainer(strategy, tmp_path, max_epochs=1, accumulate_grad_batches=2, use_distributed_sampler=False)
-    with pytest.raises(ConfigError, match="Look in training_step"):
-        of.fit(module, DataLoader(batches, batch_size=None))
+    module = seeded(partial(Third, HONEST["each"]))
+    with refused("Look in training_step"):
+        fit_batches(module, batches, tmp_path, accumulate_grad_batches=2)
     assert module.trainer.global_step == 1
 
 
@@ -199,9 +211,7 @@ def test_gradients_of_an_accumulation_survive_a_tried_step(tmp_path: Path) -> No
         for stage in (1, 3):
             module = seeded(Own)
             module.training_step = lambda batch, _, m=module: Own.training_step(m, batch[:2], 0)
-            strategy = ZeroStrategy(stage, sequence_parallel=2)
-            of = trainer(strategy, tmp_path, max_epochs=1, accumulate_grad_batches=2, use_distributed_sampler=False)
-            of.fit(module, DataLoader([pair, second], batch_size=None))
+            fit_batches(module, [pair, second], tmp_path, stage, accumulate_grad_batches=2)
             with lightning_zero.gather(module):
                 found.append({name: value.clone() for name, value in module.state_dict().items()})
     for other in found[1:]:
@@ -228,12 +238,13 @@ class Evaluates(Own):
 def test_evaluations_whose_parts_give_other_values_are_refused(tmp_path: Path) -> None:
     data = Texts("pair", 1, ignored=True)
     of = trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path)
-    of.validate(seeded(lambda: Evaluates("fine")), loader(data, of), verbose=False)
-    assert len(of.predict(seeded(lambda: Evaluates("fine")), loader(data, of))) == STEPS
-    with pytest.raises(ConfigError, match=r"Look in validation_step|val, which is logged, is"):
-        of.validate(seeded(lambda: Evaluates("by hand")), loader(data, of), verbose=False)
-    with pytest.raises(ConfigError, match=r"a tensor \(2, 13\) that is returned"):
-        of.predict(seeded(lambda: Evaluates("features")), loader(data, of))
+    fine, by_hand, features = (seeded(partial(Evaluates, form)) for form in ("fine", "by hand", "features"))
+    of.validate(fine, loader(data, of), verbose=False)
+    assert len(of.predict(fine, loader(data, of))) == STEPS
+    with refused(r"Look in validation_step|val, which is logged, is"):
+        of.validate(by_hand, loader(data, of), verbose=False)
+    with refused(r"a tensor \(2, 13\) that is returned"):
+        of.predict(features, loader(data, of))
 
 
 class Prompted(Own):
@@ -261,10 +272,9 @@ class Prompted(Own):
 def test_short_piece_with_labels_is_tried(tmp_path: Path) -> None:
     tokens = torch.randint(1, 13, (2, 256), generator=torch.Generator().manual_seed(1))
     labels = torch.where(torch.arange(256) < 250, -100, tokens)
-    module, of = seeded(Prompted), trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path, max_epochs=1)
-    lengths: list[int] = []
+    module, lengths = seeded(Prompted), list[int]()
     module.embed.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    of.fit(module, DataLoader([(tokens, labels, tokens > 2)], batch_size=None))
+    fit_batches(module, [(tokens, labels, tokens > 2)], tmp_path)
     assert lengths == [64, 32, 64, 32, 64, 32, 128]
 
 
@@ -286,14 +296,9 @@ def test_masks_and_heads_that_attention_cannot_divide_are_refused(tmp_path: Path
         (lambda x, *_: F.scaled_dot_product_attention(x, x, x), r"\[batch, heads, positions, width\]"),
     ]
     for change, words in cases:
-        with pytest.raises(ConfigError, match=words):
-            fit(seeded(lambda c=change: Changed(c)), Texts("pair", 1), tmp_path, 2, 1)
-    fit(seeded(Own), Texts("pair", 1), tmp_path, 2, 1)  # and goes on after it
-
-
-class Gives(Own):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        raise AssertionError("the batch is refused before")
+        with refused(words):
+            fit_changed(change, tmp_path, 1)
+    fit_pairs(seeded(Own), tmp_path, 1)  # and goes on after it
 
 
 @pytest.mark.sample
@@ -309,14 +314,16 @@ def test_batches_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
         ({"input_ids": even, "cu_seqlens": labels}, "packed texts"),
     ]
     for batch, words in cases:
-        of = trainer(ZeroStrategy(1, sequence_parallel=2), tmp_path, max_epochs=1)
-        with pytest.raises(ConfigError, match=words):
-            of.fit(seeded(Gives), DataLoader([batch], batch_size=None))
+        module = seeded(Own)
+        module.training_step = lambda *_: pytest.fail("the batch is refused before")
+        with refused(words):
+            fit_batches(module, [batch], tmp_path, 1)
 
 
 @on_ranks(2)
 def test_transformers_without_positions_or_with_packed_texts_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    from tests.trainer.test_long_sequences_models import Model
+
     tokens = Texts("pair", 1).tokens[:2]
     packed, both = torch.arange(LENGTH).remainder(3).expand(2, -1), {"input_ids": tokens, "labels": tokens}
     for batch, words in (
@@ -325,22 +332,21 @@ def test_transformers_without_positions_or_with_packed_texts_are_refused(tmp_pat
         ({**both, "position_ids": packed}, "packed texts"),
         ({**both, "num_items_in_batch": 3}, "mean over the tokens of all parts"),
     ):
-        module = seeded(lambda w=words: Llama("eager" if "sdpa" in w else "sdpa"))
+        module = seeded(partial(Model, attn_implementation="eager" if "sdpa" in words else "sdpa"))
         if isinstance(batch, Tensor):
             module.training_step = lambda b, _, m=module: m.model(b, labels=b, use_cache=False).loss
         else:
             module.training_step = lambda b, _, m=module: m.model(**b, use_cache=False).loss
-        of = trainer(ZeroStrategy(1, sequence_parallel=2), tmp_path, max_epochs=1)
-        with pytest.raises(ConfigError, match=words):
-            of.fit(module, DataLoader([batch], batch_size=None))
+        with refused(words):
+            fit_batches(module, [batch], tmp_path, 1)
 
 
 @on_ranks(2)
 def test_compiled_blocks_are_refused(tmp_path: Path) -> None:
     module = seeded(Own)
     module.blocks[1].compile(backend="eager")
-    with pytest.raises(ConfigError, match=r"Drop torch\.compile"):
-        fit(module, Texts("pair", 1), tmp_path, 2, 1)
+    with refused(r"Drop torch\.compile"):
+        fit_pairs(module, tmp_path, 1)
 
 
 @on_ranks(2, 4)
@@ -348,7 +354,7 @@ def test_ranks_of_a_group_with_other_batches_are_refused(tmp_path: Path) -> None
     data = Texts("pair", 2)
     sampler = DistributedSampler(data, shuffle=False)  # of all ranks, each its own
     of = trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path, max_epochs=1)
-    with pytest.raises(ConfigError, match=r"distributed_sampler_kwargs"):
+    with refused(r"distributed_sampler_kwargs"):
         of.fit(seeded(Own), DataLoader(data, batch_size=2, sampler=sampler))
     again = trainer(ZeroStrategy(3, sequence_parallel=2), tmp_path, max_epochs=1)
     again.fit(seeded(Own), loader(data, again))
@@ -357,27 +363,8 @@ def test_ranks_of_a_group_with_other_batches_are_refused(tmp_path: Path) -> None
 
 def test_ranks_that_do_not_divide_are_refused_before_the_run(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"accelerator": "cpu", "logger": False, "default_root_dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"divides the 4 rank\(s\) of the run \(1, 2, 4\), got 3"):
+    with refused(r"divides the 4 rank\(s\) of the run \(1, 2, 4\), got 3"):
         pl.Trainer(strategy=ZeroStrategy(3, sequence_parallel=3), devices=4, **settings)
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("settings, words", [
-    ({"sequence_parallel": 0}, "> 0"),
-    ({"sequence_parallel": True}, "a whole number"),
-    ({"sequence_parallel": 2, "compile": "blocks"}, "zero/compile=none"),
-    ({"sequence_parallel": 2, "vertical_chunks": 2, "activation_checkpointing": "blocks"}, "Drop one of them"),
-])  # fmt: skip
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        config.make_config(**settings)
-
-
-def test_shard_and_fabric_refuse_it() -> None:
-    with pytest.raises(ConfigError, match="ZeroStrategy"):
-        lightning_zero.shard(nn.Linear(2, 2), sequence_parallel=2)
-    with pytest.raises(ConfigError, match="ZeroStrategy"):
-        lightning_zero.ZeroFabricStrategy(3, sequence_parallel=2)
 
 
 class Breaks(Own):
@@ -393,13 +380,12 @@ class Breaks(Own):
 
 @on_ranks(2)
 def test_rank_that_raises_ends_the_wait_of_its_group(tmp_path: Path) -> None:
-    data, module = Texts("pair", 1), seeded(Breaks)
+    module = seeded(Breaks)
     error, words = (ValueError, "a bad sample") if dist.get_rank() else (StallError, "exchange of heads")
     with places_posted_often(), pytest.raises(error, match=words):
-        fit(module, data, tmp_path, 2, 3, zero={"stall_timeout_s": 4.0})
+        fit_pairs(module, tmp_path, zero={"stall_timeout_s": 4.0})
     module.broken = False
     # Other settings: the module is whole in between, by messages that the ranks have issued equally many of.
-    found = fit(module, data, tmp_path, 2, 3)
-    assert len(found.losses) == STEPS
+    assert len(fit_pairs(module, tmp_path).losses) == STEPS
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
     assert not hasattr(F.cross_entropy, "__wrapped__") and torch.backends.mha.get_fastpath_enabled()

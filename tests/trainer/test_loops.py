@@ -1,56 +1,44 @@
-"""Runs of the Trainer: stages among themselves, modules that are sharded, grown or forgotten, ranks that differ.
+"""Runs of the Trainer: stages beside DDP, modules that are sharded or forgotten, and what is refused with a way out.
 
 Lightning's features beside DDP are in ``tests/lightning_table``.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.pytorch import callbacks as cb
+from torch import Tensor, nn
+from torch._inductor.exc import InvalidCxxCompiler
 
-import lightning_zero
 from lightning_zero import ZeroStrategy
+from lightning_zero.config import ConfigError
+from tests.engine.test_compile import COUNT
 from tests.harness import on_ranks
-from tests.trainer.toys import (
-    ALL_STAGES,
-    ByHand,
-    Fails,
-    Late,
-    Lit,
-    assert_same,
-    assert_weights,
-    fit,
-    seeded,
-    strategy_of,
-)
-
-pytestmark = pytest.mark.full
-
-
-def assert_as_ddp(root: Path, **settings: Any) -> None:
-    settings |= {"gradient_clip_val": 0.3, "accumulate_grad_batches": 3}
-    expected = fit("ddp", root, **settings)
-    for stage in ALL_STAGES:
-        assert_same(fit(stage, root, **settings), expected, what=stage)
+from tests.models import Does
+from tests.trainer import toys
+from tests.trainer.toys import ALL_STAGES, ByHand, Lit, assert_same, assert_weights, fit, loader, seeded, trainer
 
 
 @pytest.mark.smoke
 @pytest.mark.sample
-@on_ranks(2)
+@on_ranks(2, full=(1, 3))
 def test_fit_with_clipping_accumulation_and_evaluations_equals_ddp(tmp_path: Path) -> None:
-    assert_as_ddp(tmp_path, val_check_interval=2, num_sanity_val_steps=1, limit_val_batches=2)
+    settings: dict[str, Any] = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 3}
+    settings |= {"val_check_interval": 2, "num_sanity_val_steps": 1, "limit_val_batches": 2}
+    expected = fit("ddp", tmp_path, **settings)
+    for stage in ALL_STAGES:
+        assert_same(fit(stage, tmp_path, **settings), expected, what=stage)
 
 
-@on_ranks(1, 3)
-def test_fit_on_one_and_on_three_ranks_equals_ddp(tmp_path: Path) -> None:
-    assert_as_ddp(tmp_path)
-
-
+@pytest.mark.full
 @on_ranks(2)
 def test_sharded_module_is_refused_by_another_strategy_until_it_is_released(tmp_path: Path) -> None:
     module = seeded(Lit)
@@ -60,20 +48,6 @@ def test_sharded_module_is_refused_by_another_strategy_until_it_is_released(tmp_
     of.strategy.connect(module)
     of.strategy.engine.release()
     fit("ddp", tmp_path, module)
-
-
-@on_ranks(2)
-def test_ranks_with_different_seeds_start_from_rank_0s_weights(tmp_path: Path) -> None:
-    rank = torch.distributed.get_rank()
-    for stage in ("zero0", "zero3"):
-        module = seeded(Lit, seed=3 + rank)
-        run = fit(stage, tmp_path, module, limit_val_batches=0)
-        assert_same(run, fit("ddp", tmp_path, seeded(Lit, seed=3 + rank), limit_val_batches=0), what=stage)
-        with lightning_zero.gather(module):
-            mine = torch.cat([p.detach().flatten() for p in module.parameters()])
-        theirs = [torch.empty_like(mine) for _ in range(2)]
-        torch.distributed.all_gather(theirs, mine)
-        assert torch.equal(theirs[0], theirs[1])
 
 
 class NothingToLearn(Lit):
@@ -95,10 +69,11 @@ def test_rank_without_any_gradient_steps_with_the_others(tmp_path: Path) -> None
         assert_weights(run.weights, first.weights)
 
 
+@pytest.mark.full
 @on_ranks(2)
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_fit_after_an_exception_of_all_ranks_goes_on_from_its_weights(stage: str, tmp_path: Path) -> None:
-    module, three = seeded(lambda: Fails(3)), seeded(Lit)
+    module, three = seeded(lambda: toys.Fails(3)), seeded(Lit)
     with pytest.raises(KeyError, match="planned"):
         fit(stage, tmp_path, module)
     fit(stage, tmp_path, three, max_steps=3, limit_val_batches=0)
@@ -107,21 +82,6 @@ def test_fit_after_an_exception_of_all_ranks_goes_on_from_its_weights(stage: str
         one.losses.clear()
     found, expected = (fit(stage, tmp_path, one, limit_val_batches=0) for one in (module, three))
     assert_same(found, expected, tolerance=0)
-
-
-@on_ranks(2)
-def test_module_configured_on_meta_is_the_same_at_all_stages_and_learns(tmp_path: Path) -> None:
-    """Other initial values than on the host, but the same at all stages, finite, and they learn."""
-    runs = []
-    for stage in ALL_STAGES:
-        runs.append(fit(stage, tmp_path, seeded(Late), max_epochs=3))
-        losses = runs[-1].losses
-        epoch = len(losses) // 3
-        assert sum(losses[-epoch:]) < sum(losses[:epoch])
-        assert_same(runs[-1], runs[0])
-
-
-# -- manual optimization ----------------------------------------------------------------------------------------------
 
 
 class SyncGrad(ByHand):
@@ -153,4 +113,232 @@ class ParameterInTwoOptimizers(ByHand):
 def test_manual_steps_equal_ddps(kind: type[ByHand], tmp_path: Path) -> None:
     expected = fit("ddp", tmp_path, seeded(kind))
     for row in ("zero0", "zero1", "zero3", "zero3_offload"):
-        assert_same(fit(strategy_of(row), tmp_path, seeded(kind)), expected, what=row)
+        assert_same(fit(toys.strategy_of(row), tmp_path, seeded(kind)), expected, what=row)
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_module_on_meta_is_the_same_at_all_stages_and_learns(tmp_path: Path) -> None:
+    """Other initial values than on the host, but the same at all stages, finite, and they learn."""
+
+    def body(stage: str) -> Any:
+        with torch.device("meta"):
+            module = seeded(Lit)
+        return fit(stage, tmp_path, module, max_epochs=3)
+
+    first, *others = map(body, ALL_STAGES)
+    epoch = len(first.losses) // 3
+    assert sum(first.losses[-epoch:]) < sum(first.losses[:epoch])
+    for other in others:
+        assert_same(other, first)
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_buffers_that_training_reads_are_rank_0s_as_under_ddp(tmp_path: Path) -> None:
+    def centered(m: Any, x: Tensor) -> Tensor:
+        if m.training:
+            m.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return x - m.mean.clone()
+
+    def body(strategy: str) -> Any:
+        module = seeded(Lit)
+        module.first = nn.Sequential(Does(centered, mean=nn.Buffer(torch.zeros(4))), module.first)
+        return fit(strategy, tmp_path, module)
+
+    expected = body("ddp")
+    for stage in ("zero1", "zero3"):
+        assert_same(body(stage), expected, what=stage)
+
+
+class Quiet(Lit):
+    """Steps that can be compiled: nothing is logged (``self.log`` fails inside of a graph under any strategy)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+@pytest.mark.full
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["zero0", "zero3", "zero3_offload_optimizer"])
+def test_compiled_module_trains_as_the_plain_one_with_a_graph_for_all_blocks(row: str, tmp_path: Path) -> None:
+    """``torch.compile(module)``. Other forms are the engine's."""
+    torch._dynamo.reset()
+    COUNT.graphs.clear()
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1, "limit_val_batches": 1}
+    plain = fit(toys.strategy_of(row), tmp_path, seeded(Quiet), **settings)
+    of, module = trainer(toys.strategy_of(row), tmp_path, **settings), seeded(Quiet)
+    of.fit(torch.compile(module, backend="counting"), loader(), loader())
+    found = toys.record(of, module)
+    found.weights = {name.replace("_orig_mod.", ""): value for name, value in found.weights.items()}
+    assert_same(found, plain, tolerance=0)
+    of.test(module, loader(), verbose=False)
+    assert COUNT.blocks() == 2  # in training and in evaluations
+
+
+# -- averages of weights, and pruning: what Lightning's table does not show of them -----------------------------------
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("ddp", "zero3"), ("zero1", "ddp")])
+def test_runs_go_on_from_averages_of_ddp_and_ddp_from_ours(saved_by: str, loaded_by: str, tmp_path: Path) -> None:
+    def run(strategy: str, epochs: int, seed: int = 3, **settings: Any) -> Any:
+        save = cb.ModelCheckpoint(tmp_path / f"{strategy}{epochs}", filename="end")
+        settings |= {"callbacks": [cb.EMAWeightAveraging(decay=0.8), save], "enable_checkpointing": True}
+        return fit(strategy, tmp_path, seeded(toys.WithBatchNorm, seed), max_epochs=epochs, **settings)
+
+    whole, saved, path = run("ddp", 3), run(saved_by, 2), tmp_path / f"{saved_by}2" / "end.ckpt"
+    checkpoint = torch.load(path, weights_only=False)
+    assert {"current_model_state", "averaging_state"} <= checkpoint.keys()
+    assert_weights(checkpoint["state_dict"], saved.weights)
+    resumed = run(loaded_by, 3, ckpt_path=path, seed=5)
+    assert_weights(resumed.weights, whole.weights)
+    torch.testing.assert_close(resumed.losses, whole.losses[-len(resumed.losses) :], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_checkpoint_without_averages_starts_both(tmp_path: Path) -> None:
+    fit("zero3", tmp_path).trainer.save_checkpoint(tmp_path / "plain.ckpt")
+
+    def body(strategy: str) -> Any:
+        callbacks = [cb.EMAWeightAveraging(decay=0.8)]
+        return fit(strategy, tmp_path, max_epochs=3, callbacks=callbacks, ckpt_path=tmp_path / "plain.ckpt")
+
+    assert_same(body("zero3"), body("ddp"))
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"precision": "bf16-mixed"}
+    runs = [fit(s, tmp_path, callbacks=[cb.EMAWeightAveraging(decay=0.5)], **settings) for s in ("zero0", "zero3")]
+    assert_same(runs[1], runs[0], tolerance=0)
+    last = fit("zero3", tmp_path, **settings).weights["head.weight"]
+    rounded = runs[0].weights["head.weight"]
+    assert not torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(rounded, last)
+
+
+@pytest.mark.full
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "checkpoint"), [("zero1", "full"), ("zero3", "sharded")], ids=str)
+def test_stochastic_averaging_goes_on_from_its_file_as_under_ddp(stage: str, checkpoint: str, tmp_path: Path) -> None:
+    class Saves(cb.StochasticWeightAveraging):
+        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+            super().on_train_epoch_end(trainer, *args)
+            if trainer.current_epoch == 2:
+                trainer.save_checkpoint(saved)
+
+    def body(strategy: Any, path: Path | None = None) -> Any:
+        ema = lambda average, now, count: 0.9 * average + 0.1 * now  # noqa: E731
+        callback = Saves(0.02, swa_epoch_start=2, annealing_epochs=2, avg_fn=ema)
+        return fit(strategy, tmp_path, seeded(toys.WithBatchNorm), callbacks=[callback], max_epochs=5, ckpt_path=path)
+
+    saved = tmp_path / "ddp.ckpt"
+    body("ddp")
+    expected = body("ddp", saved)
+    saved = tmp_path / "ours.ckpt"
+    whole = body(ZeroStrategy(stage, checkpoint=checkpoint))
+    assert_same(body(ZeroStrategy(stage, checkpoint=checkpoint), saved), expected, tolerance=0)
+    assert_same(whole, body("ddp"), tolerance=0)
+
+
+@pytest.mark.full
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_random_masks_of_pruning_are_the_same_on_all_ranks(stage: str, tmp_path: Path) -> None:
+    module, seen = seeded(Lit), list[bool]()
+    for block in module.blocks:
+        block.norm = nn.Identity()  # whose weights have one dimension
+
+    def look(of: Any, module: Any, *_: Any) -> None:
+        for mask in [buffer for name, buffer in module.named_buffers() if name.endswith("_mask")]:
+            other = mask.clone()
+            dist.broadcast(other, 0)
+            seen.append(torch.equal(mask, other))
+
+    torch.manual_seed(5 + dist.get_rank())
+    callbacks = [cb.ModelPruning("random_unstructured", amount=0.4), cb.LambdaCallback(on_train_batch_start=look)]
+    fit(stage, tmp_path, module, callbacks=callbacks)
+    assert seen and all(seen)
+
+
+# -- what cannot work is refused with a reason and a way out ----------------------------------------------------------
+
+
+@on_ranks(2)
+def test_another_number_of_ranks_than_the_script_has_is_refused(tmp_path: Path) -> None:
+    for devices in (1, 3):
+        with pytest.raises(ConfigError, match=rf"expected 2, as many as .* already, got 1 x {devices}\. Use the same"):
+            trainer("zero3", tmp_path, devices=devices).validate(seeded(Lit), loader(), verbose=False)
+
+
+@on_ranks(2)
+def test_engine_before_there_is_one_is_refused(tmp_path: Path) -> None:
+    module = seeded(Lit)
+    module.setup = lambda stage: module.trainer.strategy.engine
+    with pytest.raises(RuntimeError, match="on_fit_start"):
+        fit("zero3", tmp_path, module)
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_synchronized_batch_norm_is_converted_also_in_a_sharded_module(tmp_path: Path) -> None:
+    """Torch has no SyncBatchNorm for the CPU: ours gets as far as torch's own error."""
+    module = seeded(toys.WithBatchNorm)
+    of = trainer("zero3", tmp_path, sync_batchnorm=True)
+    of.validate(module, loader(), verbose=False)
+    assert isinstance(module.norm, nn.BatchNorm1d)
+    with pytest.raises(ValueError, match="SyncBatchNorm.* GPU"):
+        of.fit(module, loader())
+    assert isinstance(module.norm, nn.SyncBatchNorm)
+    assert of.strategy.engine.units.owns(module.norm.weight)  # type: ignore[attr-defined]
+
+
+def test_compiled_module_without_a_compiler_is_refused_before_a_process_starts() -> None:
+    missing = mock.patch("torch._inductor.cpp_builder.get_cpp_compiler", side_effect=InvalidCxxCompiler)
+    of = pl.Trainer(strategy="zero3", accelerator="cpu", devices=2, logger=False)
+    launches = mock.patch.object(of.strategy.launcher, "launch", side_effect=AssertionError("processes start"))
+    with missing, launches:
+        with pytest.raises(ConfigError, match=r"zero/compile=blocks: expected a C\+\+ compiler.*zero/compile=none"):
+            ZeroStrategy(3, compile="blocks")
+        with pytest.raises(ConfigError, match=r"torch\.compile: expected a C\+\+ compiler"):
+            of.fit(torch.compile(Lit()), [])
+        ZeroStrategy(3, compile={"name": "blocks", "arguments": {"backend": "eager"}})
+
+
+# -- ranks that are apart before there is an engine -------------------------------------------------------------------
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["setup", "configure_model", "configure_optimizers"])
+def test_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: str, tmp_path: Path) -> None:
+    """Its script catches the exception and goes on, so nothing breaks: the others would wait for ever."""
+    module = seeded(Lit)
+    if dist.get_rank() == 1:
+        with mock.patch.object(module, where, lambda *_, **__: 1 / 0), pytest.raises(ZeroDivisionError):
+            fit(ZeroStrategy("zero3", stall_timeout_s=4.0), tmp_path, module)
+    with pytest.raises(RuntimeError, match="different places|did not come"):
+        fit(ZeroStrategy("zero3", stall_timeout_s=4.0), tmp_path, module)
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
+    module = seeded(Lit)
+    module.prepare_data = lambda: time.sleep(2.5)  # on rank 0
+    assert fit(ZeroStrategy("zero3", stall_timeout_s=1.0), tmp_path, module, max_epochs=1).losses
+
+
+@pytest.mark.full
+@on_ranks(2)
+def test_accumulation_with_bf16_messages_is_refused_where_gradients_add_up(tmp_path: Path) -> None:
+    comm, settings = {"grad_comm_dtype": "bf16"}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
+    with pytest.raises(ConfigError, match=r"grad_comm_dtype: .*accumulate_grad_batches.*zero/stage=zero1"):
+        fit(ZeroStrategy(1, comm=comm), tmp_path, **settings)
+    fit(ZeroStrategy(2, comm=comm), tmp_path, max_epochs=1, **settings)

@@ -227,9 +227,6 @@ def test_adapters_of_peft_and_the_whole_model_are_exported(storage: str, tmp_pat
     assert {p.dtype for p in found.parameters()} == {torch.float16, torch.bfloat16}
 
 
-# -- under the Trainer ------------------------------------------------------------------------------------------------
-
-
 class Quantised(Lit):
     def __init__(self, storage: str = "uint8") -> None:
         super().__init__(width=WIDTH, depth=1)

@@ -1,36 +1,31 @@
-"""Settings of the strategy reach the engine: each is seen there, and those that promise it change no number.
+"""Settings of the strategy and precision flags of the Trainer reach the engine: each is seen there.
 
-What they do is shown on the engine (``tests/engine``).
+Those that promise it change no number. What they do is shown on the engine (``tests/engine``).
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
 
-from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError, ZeroConfig
+import lightning_zero
+from lightning_zero import ZeroFabricStrategy, ZeroPrecision, ZeroStrategy
+from lightning_zero.config import ConfigError, ZeroConfig, make_config
 from tests.harness import on_ranks
-from tests.trainer.toys import (
-    Lit,
-    Run,
-    TwoNodes,
-    assert_same,
-    assert_weights,
-    fit,
-    loader,
-    odd,
-    record,
-    seeded,
-    trainer,
-)
+from tests.trainer import toys
+from tests.trainer.toys import Lit, Run, assert_same, assert_weights, fit, loader, odd, seeded, trainer
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -54,6 +49,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "stall_timeout_s": {"stall_timeout_s": 50.0},
     "gather_after_fit": {"gather_after_fit": False},
 }
+shard_plain = partial(lightning_zero.shard, nn.Linear(2, 2))
 SHORT: dict[str, Any] = {"max_epochs": 1, "count": 16, "limit_val_batches": 1}
 
 
@@ -84,32 +80,39 @@ def test_setting_is_seen_in_the_engine_and_changes_no_number(name: str, tmp_path
     strategy.engine.release()
 
 
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (ZeroConfig, {"fingerprint": 0}, "zero.fingerprint: expected a number > 0, got 0"),
+    (make_config, {"sequence_parallel": 0}, "> 0"),
+    (make_config, {"sequence_parallel": True}, "a whole number"),
+    (make_config, {"sequence_parallel": 2, "compile": "blocks"}, "zero/compile=none"),
+    (make_config, {"sequence_parallel": 2, "vertical_chunks": 2, "activation_checkpointing": "blocks"}, "Drop one of"),
+    (ZeroStrategy, {"stage": "zero4"}, "zero/stage: expected one of zero0, zero1, zero2, zero3, auto, got 'zero4'"),
+    (lambda stage: ZeroStrategy("zero1").restage(stage), {"stage": "auto"}, "restage: expected zero0"),
+    *[
+        (kind, {"start_method": "spawn"}, "start_method: expected one of popen, fork, got 'spawn'. In a notebook")
+        for kind in (ZeroStrategy, ZeroFabricStrategy)
+    ],
+    # Without the Trainer nobody follows these.
+    (shard_plain, {"stage": "auto"}, "got auto, which ZeroStrategy decides"),
+    (shard_plain, {"fingerprint": 3}, r"zero\.fingerprint: expected None with lightning_zero\.shard and Fabric"),
+    (shard_plain, {"loss": "tokens"}, r"zero\.loss: expected batches with lightning_zero\.shard and Fabric"),
+    (shard_plain, {"sequence_parallel": 2}, "ZeroStrategy"),
+    (ZeroFabricStrategy, {"sequence_parallel": 2}, "ZeroStrategy"),
+]
+
+
+@pytest.mark.sample
+def test_settings_that_cannot_work_are_refused_where_they_are_made() -> None:
+    for take, settings, says in REFUSED:
+        with pytest.raises(ConfigError, match=says):
+            take(**settings)
+
+
 def test_folder_that_is_not_there_is_refused_before_a_process_starts(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, got in ((tmp_path / "no", "does not exist"), (tmp_path / "file", "is not a folder")):
         with pytest.raises(ConfigError, match=rf"zero.offload.nvme_path: expected .* {got}"):
             ZeroStrategy("zero3", offload={"name": "nvme", "nvme_path": str(path)})
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("stage", "hybrid_shard"), [(1, "node"), (3, "node"), (3, "node_backward")])
-def test_two_nodes_of_two_ranks_equal_flat_sharding(stage: int, hybrid_shard: str, tmp_path: Path) -> None:
-    """Nodes are told apart by their rank of node."""
-    os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
-    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 2}
-    settings |= {"max_epochs": 1, "devices": 2, "num_nodes": 2, "count": 32}
-    found = []
-    for way in (hybrid_shard, "flat"):
-        strategy = ZeroStrategy(stage, comm={"hybrid_shard": way}, cluster_environment=TwoNodes())
-        found.append(fit(strategy, tmp_path, seeded(lambda: Lit(optimizer="adamw")), **settings))
-        assert len(strategy.engine.comm.topology.shard_groups) == (2 if way == "node" else 1)
-        assert strategy.engine.comm.node_size == (2 if way == "node_backward" else 0)
-        found[-1].trainer.save_checkpoint(tmp_path / f"{way}.ckpt")
-        strategy.engine.release()
-    near = 0.0 if hybrid_shard == "node_backward" else 1e-5
-    assert_same(*found, tolerance=near)
-    files = [torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in (hybrid_shard, "flat")]
-    assert_weights(files[0]["state_dict"], files[1]["state_dict"], tolerance=near)
 
 
 # -- zero.vertical_chunks: the run of accumulate_grad_batches, with the whole batch in one step -----------------------
@@ -129,7 +132,7 @@ def test_run_in_chunks_is_that_of_accumulation(stage: int, accumulate: int, tmp_
         settings = {"accumulate_grad_batches": times * accumulate, "gradient_clip_val": 0.5}
         of, module = trainer(strategy, tmp_path, **settings), seeded(Lit)
         of.fit(module, loader(4 // times // accumulate), loader(3))
-        runs.append(record(of, module))
+        runs.append(toys.record(of, module))
     plain, found = runs
     assert_weights(found.weights, plain.weights, tolerance=1e-5)
     assert plain.module.evaluated == pytest.approx(found.module.evaluated, rel=1e-4)
@@ -146,3 +149,112 @@ def test_batches_that_will_not_divide_are_refused_before_the_first(size: int, go
     if size == 20:  # a first batch that divides, and no other
         trainer(in_parts(5), tmp_path, limit_train_batches=1, max_epochs=1).fit(module, loader(size))
         assert len(module.losses) == 1
+
+
+# -- precision flags of the Trainer -----------------------------------------------------------------------------------
+
+
+class Looking(Lit):
+    """Notes the dtypes that a forward and a hook on gradients meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[tuple[str, torch.dtype]] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.dtypes |= {("weight", self.first.weight.dtype), ("norm", self.blocks[0].norm.weight.dtype)}
+        self.dtypes |= {("input", x.dtype), ("output", out.dtype)}
+        return out
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.dtypes |= {("gradient", norm.dtype) for norm in grad_norm(self, 2).values()}
+
+
+WHERE = ("weight", "norm", "input", "output", "gradient")
+MET = {  # the dtypes of these
+    "32-true": [torch.float32] * 5,
+    "bf16-mixed": [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16, torch.float32],
+    "bf16-true": [torch.bfloat16] * 5,
+    "16-true": [torch.float16] * 5,
+    "64-true": [torch.float64] * 5,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("flag", MET)
+def test_forward_meets_the_dtypes_of_the_flag(flag: str, tmp_path: Path) -> None:
+    for stage in ("zero1", "zero3"):
+        module = fit(stage, tmp_path, seeded(Looking), precision=flag, max_steps=2).module
+        assert module.dtypes == set(zip(WHERE, MET[flag], strict=True)), stage
+
+
+class ProjectionNorm(nn.Module):
+    """By its name it keeps fp32, and autocast casts its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class StepsInside(toys.ByHand):
+    """Two steps on one batch inside one training step, and so inside one autocast region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = ProjectionNorm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.projection(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(2):
+            super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.projection.parameters(), lr=0.5)
+
+
+@on_ranks(2)
+def test_step_inside_autocast_leaves_no_stale_weights(tmp_path: Path) -> None:
+    runs = [fit(s, tmp_path, seeded(StepsInside), precision="bf16-mixed", max_steps=4) for s in toys.ALL_STAGES]
+    losses = runs[0].losses
+    assert losses[0] != losses[1] and losses[2] != losses[3]
+    for run in runs[1:]:
+        assert_same(run, runs[0], tolerance=0)
+
+
+def test_plugin_is_ours_whatever_lightning_chose() -> None:
+    for flag in ("32-true", "32", "bf16-mixed", "bf16", "bf16-true", "16-true", "64-true", "64"):
+        plugin = trainer_here(precision=flag).precision_plugin
+        assert isinstance(plugin, ZeroPrecision)
+        assert plugin.precision.split("-")[0] == flag.split("-")[0]
+    assert trainer_here(precision="16-mixed").precision_plugin.precision == "bf16-mixed"  # on a CPU, as Lightning does
+
+
+def trainer_here(strategy: Any = None, **settings: Any) -> pl.Trainer:
+    """In the test's own process, which stands in no group: nothing may be run."""
+    return pl.Trainer(strategy=strategy or ZeroStrategy(3), accelerator="cpu", devices=2, logger=False, **settings)
+
+
+@pytest.mark.sample
+def test_plugins_that_are_refused() -> None:
+    """Those of packages that are not installed here, and one of the user's."""
+    with pytest.raises((ConfigError, ModuleNotFoundError), match=r"precision|transformer_engine"):
+        trainer_here(precision="transformer-engine")
+    for name in ("BitsandbytesPrecision", "TransformerEnginePrecision", "OwnPrecision"):
+        plugin = type(name, (LightningPrecision,), {"precision": "8-mine"})()
+        with pytest.raises(ConfigError, match=rf"{name}.*Trainer\(precision=\)"):
+            trainer_here(plugins=[plugin])
+
+
+def test_precision_may_be_the_strategys_or_a_plugin_and_contradictions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected 'bf16-mixed', which the strategy's .* 'bf16' .*'bf16-true'"):
+        trainer_here(ZeroStrategy("zero3", precision="bf16"), precision="bf16-true")
+    for agreed in ("bf16-mixed", None):
+        assert trainer_here(ZeroStrategy("zero3", precision="bf16"), precision=agreed).precision == "bf16-mixed"
+    assert trainer_here(plugins=[ZeroPrecision("bf16-mixed")]).precision == "bf16-mixed"
+    assert trainer_here(ZeroStrategy("zero3", precision_plugin=ZeroPrecision("bf16-true"))).precision == "bf16-true"

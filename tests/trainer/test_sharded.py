@@ -13,15 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.checkpoint import state_dict as dcp_states
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -30,22 +27,24 @@ from lightning_zero.config import ConfigError
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.trainer.saves.sharded_checkpoints import read
 from tests.harness import on_ranks, run_command
-from tests.trainer.toys import (
-    Lit,
-    Odd,
-    TwoNodes,
-    assert_goes_on,
-    assert_weights,
-    fit,
-    loader,
-    odd,
-    seeded,
-    sharded,
-    trainer,
-    weights,
-)
+from tests.trainer import toys
+from tests.trainer.toys import Lit, Odd, assert_weights, fit, loader, seeded, sharded, trainer, weights
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
+
+
+class TwoNodes(LightningEnvironment):
+    """Ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+
+    def node_rank(self) -> int:
+        return dist.get_rank() // 2
+
+    def local_rank(self) -> int:
+        return dist.get_rank() % 2
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
 
 
 @on_ranks(4)
@@ -153,12 +152,12 @@ def test_folder_may_go_once_it_is_loaded(tmp_path: Path) -> None:
     whole = fit(sharded(), tmp_path, seeded(Removes), max_epochs=3)
     fit(sharded(), tmp_path, seeded(Removes), max_epochs=2).trainer.save_checkpoint(tmp_path / "two.ckpt")
     rest = fit(sharded(), tmp_path, seeded(Removes, seed=4), max_epochs=3, ckpt_path=tmp_path / "two.ckpt")
-    assert_goes_on(rest, whole)
+    toys.assert_goes_on(rest, whole)
 
 
 @on_ranks(2)
 def test_model_checkpoint_keeps_the_newest_folder_and_replaces_files(tmp_path: Path) -> None:
-    """Keeps the newest; the best, ``last`` and weights only; the file of a run before gives way to the folder."""
+    """The best, ``last`` and weights only; the file of a run before gives way to the folder."""
     one: dict[str, Any] = {"enable_version_counter": False}
     for strategy in ("zero3", sharded(), sharded()):
         saves = [
@@ -185,6 +184,10 @@ def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
     path, plugin = tmp_path / "a.ckpt", AsyncCheckpointIO()
     acts: list[tuple[Callable[[], Any], str]] = [
         (lambda: sharded(checkpoint_io=plugin), "zero/checkpoint=sharded: expected no CheckpointIO, got AsyncCheck"),
+        (
+            lambda: sharded(checkpoint={"background": True}),
+            r"zero\.checkpoint\.background: expected false with zero/c",
+        ),
         (lambda: trainer(sharded(), tmp_path, plugins=[plugin]), "expected no CheckpointIO, got AsyncCheckpointIO"),
         (lambda: of.save_checkpoint(path, storage_options={"a": 1}), r"expected no storage_options, .* got \{'a': 1\}"),
         (lambda: of.save_checkpoint("s3://bucket/a.ckpt"), "a file system that is mounted, got s3://"),
@@ -192,16 +195,6 @@ def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
     for act, says in acts:
         with pytest.raises(ConfigError, match=says):
             act()
-
-
-def adamw() -> Lit:
-    module: Lit = seeded(lambda: Lit(width=16, optimizer="adamw", scheduler="step"))
-    return module
-
-
-def adamw_of_other_weights() -> Lit:
-    module: Lit = seeded(lambda: Lit(width=16, optimizer="adamw", scheduler="step"), seed=11)
-    return module
 
 
 # -- FSDP2 and tools --------------------------------------------------------------------------------------------------
@@ -235,7 +228,7 @@ def test_lightnings_fsdp_goes_on_from_ours_and_ours_from_its_folders(tmp_path: P
     fit(sharded("zero1"), tmp_path, seeded(Adamw), max_epochs=2).trainer.save_checkpoint(tmp_path / "ours.ckpt")
     _, module = fsdp2_trained(3, tmp_path, seed=11, ckpt_path=tmp_path / "ours.ckpt")
     torch.testing.assert_close(module.losses, whole.losses[-len(module.losses) :], rtol=1e-5, atol=1e-6)
-    found = {key: value.full_tensor() for key, value in get_model_state_dict(module).items()}
+    found = {key: value.full_tensor() for key, value in dcp_states.get_model_state_dict(module).items()}
     assert_weights(found, whole.weights)
 
     of, _ = fsdp2_trained(2, tmp_path)
@@ -254,25 +247,27 @@ def test_lightnings_fsdp_goes_on_from_ours_and_ours_from_its_folders(tmp_path: P
 @on_ranks(2)
 def test_dcp_loads_our_folder_and_ours_loads_dcps(tmp_path: Path) -> None:
     """dcp.load puts our folder into DTensors; what dcp.save writes, beside Lightning's meta.pt, is loaded here."""
-    saved = fit(sharded(), tmp_path, adamw(), max_epochs=2)
+    saved = fit(sharded(), tmp_path, seeded(Adamw), max_epochs=2)
     saved.trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    module = adamw_of_other_weights()
+    module = seeded(Adamw, 11)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(module.parameters())
-    state = {"state_dict": get_model_state_dict(module), "optimizer_0": get_optimizer_state_dict(module, optimizer)}
+    state = {
+        "state_dict": dcp_states.get_model_state_dict(module),
+        "optimizer_0": dcp_states.get_optimizer_state_dict(module, optimizer),
+    }
     dcp.load(state, checkpoint_id=tmp_path / "ours.ckpt")
     module.load_state_dict(state["state_dict"])
-    set_optimizer_state_dict(module, optimizer, optim_state_dict=state["optimizer_0"])
+    dcp_states.set_optimizer_state_dict(module, optimizer, optim_state_dict=state["optimizer_0"])
     assert_weights({k: v.full_tensor() for k, v in module.state_dict().items()}, saved.weights, tolerance=0)
     dcp.save(state, checkpoint_id=tmp_path / "theirs.ckpt")
     if dist.get_rank() == 0:
         (tmp_path / "theirs.ckpt" / "meta.pt").write_bytes((tmp_path / "ours.ckpt" / "meta.pt").read_bytes())
     dist.barrier()
-    path = tmp_path / "theirs.ckpt"
-    of = fit(sharded("zero2"), tmp_path, adamw_of_other_weights(), max_epochs=2, ckpt_path=path).trainer
+    of = fit(sharded("zero2"), tmp_path, seeded(Adamw, 11), max_epochs=2, ckpt_path=tmp_path / "theirs.ckpt").trainer
     assert_weights(weights(of), saved.weights, tolerance=0)
     one, other = (read(tmp_path / f"{name}.ckpt", None)["optimizer_states"][0] for name in ("ours", "theirs"))
     for key, entry in one["state"].items():
@@ -282,7 +277,7 @@ def test_dcp_loads_our_folder_and_ours_loads_dcps(tmp_path: Path) -> None:
 
 @on_ranks(2, timeout=150)
 def test_tools_of_torch_and_lightning_make_one_file(tmp_path: Path) -> None:
-    saved, path = fit(sharded(), tmp_path, odd(), max_epochs=2), tmp_path / "odd.ckpt"
+    saved, path = fit(sharded(), tmp_path, seeded(Odd), max_epochs=2), tmp_path / "odd.ckpt"
     saved.trainer.save_checkpoint(path)
     if dist.get_rank():
         return

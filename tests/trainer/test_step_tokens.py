@@ -61,8 +61,7 @@ def of_some_classes(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def own_mean(logits: Tensor, labels: Tensor) -> Tensor:
-    errors = (logits.logsumexp(-1) - 1).square()
-    return lightning_zero.mean_over_tokens(errors, labels >= 0)
+    return lightning_zero.mean_over_tokens((logits.logsumexp(-1) - 1).square(), labels >= 0)
 
 
 def with_a_second_mean(logits: Tensor, labels: Tensor) -> Tensor:
@@ -258,15 +257,13 @@ def test_gradients_are_of_the_mean_over_all_tokens_of_a_step(row: str, micro: in
     assert_twin(train(row, tmp_path, seeded(Reader), micro))
 
 
-@pytest.mark.parametrize("loss", [weighted, of_some_classes, own_mean, with_a_second_mean])
+@pytest.mark.parametrize(("loss", "mean"), [
+    *[(loss, loss) for loss in (weighted, of_some_classes, own_mean, with_a_second_mean)],
+    (counted, cross_entropy),
+])  # fmt: skip
 @on_ranks(2)
-def test_losses_that_say_their_tokens_are_counted(loss: Any, tmp_path: Path) -> None:
-    assert_twin(train("zero2", tmp_path, seeded(lambda: Reader(loss)), 12), seeded(lambda: Reader(loss)))
-
-
-@on_ranks(2)
-def test_a_step_may_return_its_number_of_tokens(tmp_path: Path) -> None:
-    assert_twin(train("zero3", tmp_path, seeded(lambda: Reader(counted)), 12))
+def test_losses_that_say_their_tokens_are_counted(loss: Any, mean: Any, tmp_path: Path) -> None:
+    assert_twin(train("zero2", tmp_path, seeded(lambda: Reader(loss)), 12), seeded(lambda: Reader(mean)))
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
@@ -279,17 +276,13 @@ def test_manual_optimization_divides_by_a_call(stage: str, tmp_path: Path) -> No
     ({"plugins": "16-mixed"}, 5e-3),
     ({"plugins": "bf16-mixed"}, 3e-2),
     ({"activation_checkpointing": "blocks", "vertical_chunks": 2}, 2e-6),
+    ({"ranks": 1, "sequence_parallel": 2}, 2e-6),  # whose parts are counted once
 ])  # fmt: skip
 @on_ranks(2)
 def test_settings_of_a_step_keep_the_mean(settings: dict[str, Any], tolerance: float, tmp_path: Path) -> None:
     if precision := settings.get("plugins"):
         settings = {"plugins": ZeroPrecision(precision)}
     assert_twin(train("zero3", tmp_path, seeded(Reader), **settings), tol=tolerance)
-
-
-@on_ranks(2)
-def test_parts_of_sequences_are_counted_once(tmp_path: Path) -> None:
-    assert_twin(train("zero3", tmp_path, seeded(Reader), 2, ranks=1, sequence_parallel=2))
 
 
 UNKNOWN: list[tuple[str, Callable[[Tensor, Tensor], Any]]] = [
@@ -308,8 +301,3 @@ def test_losses_whose_tokens_are_not_known_are_refused(tmp_path: Path) -> None:
     for got, loss in UNKNOWN:
         with pytest.raises(ConfigError, match=rf"zero\.loss=tokens: expected .*{got}"):
             train("zero2", tmp_path, seeded(lambda of=loss: Reader(of)))
-
-
-def test_only_the_trainer_counts_tokens() -> None:
-    with pytest.raises(ConfigError, match=r"zero\.loss: expected batches with lightning_zero\.shard and Fabric"):
-        lightning_zero.shard(nn.Linear(2, 2), loss="tokens")

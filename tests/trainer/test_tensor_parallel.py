@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -19,9 +20,11 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
 from lightning_zero.lightning_api import pl
 from lightning_zero.mesh.local_leaves import split_of
+from tests.engine import test_tensor_parallel as engine_tests
+from tests.engine.support import sgd
 from tests.engine.test_tensor_parallel import PLAN, STEPS, WIDTH, Scaled, batch, loss_of, net, parallelized
 from tests.harness import on_ranks
-from tests.trainer.toys import Run, on_rank_0, record, trainer
+from tests.trainer.toys import Run, record, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not resumable")
 
@@ -44,8 +47,7 @@ class Lit(pl.LightningModule):
     def training_step(self, tokens: Tensor, number: int) -> Tensor:
         loss = loss_of(self.net, tokens)
         self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
-        bad = self.bad == number and self.global_rank == 3
-        return loss * torch.nan if bad else loss
+        return loss * torch.nan if self.bad == number and self.global_rank == 3 else loss
 
     def validation_step(self, tokens: Tensor, number: int) -> None:
         self.log("validation", loss_of(self.net, tokens), sync_dist=True)
@@ -166,11 +168,49 @@ def test_export_and_stream_give_whole_tensors(tmp_path: Path) -> None:
     found = run(strategy_of(2, 3), tmp_path, max_steps=1)
     found.trainer.strategy.export(tmp_path / "model")
     streamed = {name: value.cpu().clone() for name, value in lightning_zero.stream(found.module)}
-    with on_rank_0(pytest.MonkeyPatch().context()):
-        from safetensors.torch import load_file
-
-        written = load_file(tmp_path / "model" / "model.safetensors")
-        torch.testing.assert_close(written, found.weights, rtol=0, atol=0)
-        torch.testing.assert_close(streamed, found.weights, rtol=0, atol=0)
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    torch.testing.assert_close([written, streamed], [found.weights] * 2, rtol=0, atol=0)
     again = run(strategy_of(2, 2, init_from=str(tmp_path / "model")), tmp_path, Lit(seed=4), max_steps=0)
     torch.testing.assert_close(again.weights, found.weights, rtol=0, atol=0)
+
+
+class Mixture(pl.LightningModule):
+    """A balance loss of experts over the batch of all ranks, as docs/tensor_parallel.md writes it."""
+
+    def __init__(self, sharing: int) -> None:
+        super().__init__()
+        self.model: Any = engine_tests.of_transformers("qwen3_moe")
+        self.model.router_aux_loss_coef = 0.0
+        self.sharing = sharing
+
+    def training_step(self, tokens: Tensor, number: int) -> Tensor:
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+        out = self.model(input_ids=tokens, labels=tokens, output_router_logits=True)
+        logits = out.router_logits
+        if self._trainer is not None:
+            logits = tuple(self.all_gather(one, sync_grads=True).flatten(0, 1) for one in logits)
+        return out.loss + load_balancing_loss_func(logits, num_experts=4, top_k=2)
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        mine = [batch(step, engine_tests.own_rows(self.sharing)) for step in range(STEPS)]
+        return DataLoader(torch.cat(mine), len(mine[0]))
+
+
+@pytest.mark.full
+@on_ranks(4)
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_balance_loss_over_all_ranks_is_that_of_the_whole_batch(tensor: int, expert: int, tmp_path: Path) -> None:
+    expected = Mixture(1)
+    optimizer = expected.configure_optimizers()
+    for step in range(STEPS):
+        expected.training_step(batch(step), step).backward()
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage in (0, 3):
+        found = run(ZeroStrategy(stage, tensor_parallel=tensor, expert_parallel=expert), tmp_path, Mixture(tensor))
+        torch.testing.assert_close(found.weights, expected.state_dict(), rtol=0, atol=2e-6)

@@ -17,9 +17,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_zero import ZeroStrategy, presets
@@ -84,8 +84,7 @@ class Lit(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate(batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate(batch)
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])
@@ -119,7 +118,7 @@ class Odd(Lit):
         trained = [p for p in self.parameters() if p.requires_grad]
         groups = [{"params": trained[:3], "lr": 0.01}, {"params": trained[3:], "weight_decay": 0.1}]
         optimizer = torch.optim.AdamW(groups, lr=0.02)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+        return [optimizer], [lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
 def odd() -> Odd:
@@ -157,6 +156,17 @@ class ByHand(Lit):
             optimizer.zero_grad()
 
 
+class Dropping(Lit):
+    """Draws in each batch, at random."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.drop = nn.Dropout(0.5)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((self.drop(batch[0]), batch[1]))
+
+
 class WithBatchNorm(Lit):
     """Buffers, of which one is an integer."""
 
@@ -166,34 +176,6 @@ class WithBatchNorm(Lit):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
-
-
-class Late(Lit):
-    """Builds its layers in configure_model, on meta."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.first, self.blocks, self.head
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "first"):
-            with torch.device("meta"):
-                built = Lit()
-            self.first, self.blocks, self.head = built.first, built.blocks, built.head
-
-
-class TwoNodes(LightningEnvironment):
-    """Ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
-
-    def node_rank(self) -> int:
-        return dist.get_rank() // 2
-
-    def local_rank(self) -> int:
-        return dist.get_rank() % 2
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
 
 
 class Fails(Lit):
@@ -227,25 +209,17 @@ OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
 }
 
 
-def _plateau(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+def plateau(optimizer: torch.optim.Optimizer) -> lr_scheduler.ReduceLROnPlateau:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "none": lambda _: None,
-    "epoch": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
-    "step": lambda o: {"scheduler": torch.optim.lr_scheduler.StepLR(o, 2, 0.5), "interval": "step"},
-    "onecycle": lambda o: {
-        "scheduler": torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
-        "interval": "step",
-    },
-    "plateau": lambda o: {"scheduler": _plateau(o), "monitor": "val"},
-    "plateau by step": lambda o: {
-        "scheduler": _plateau(o),
-        "monitor": "loss_step",
-        "interval": "step",
-        "strict": False,
-    },
+    "epoch": lambda o: lr_scheduler.StepLR(o, 1, 0.5),
+    "step": lambda o: {"scheduler": lr_scheduler.StepLR(o, 2, 0.5), "interval": "step"},
+    "onecycle": lambda o: {"scheduler": lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20), "interval": "step"},
+    "plateau": lambda o: {"scheduler": plateau(o), "monitor": "val"},
+    "plateau by step": lambda o: {"scheduler": plateau(o), "monitor": "loss_step", "interval": "step", "strict": False},
 }
 
 
@@ -304,10 +278,9 @@ def sharded(row: str = "zero3", folder: Path | None = None, **settings: Any) -> 
 def trainer(strategy: Any, root: Path | str, **settings: Any) -> pl.Trainer:
     """A quiet Trainer over all ranks of the pool."""
     _quiet()
-    alone = strategy == "auto"
     defaults = {
         "accelerator": "cpu",
-        "devices": 1 if alone else dist.get_world_size(),
+        "devices": 1 if strategy == "auto" else dist.get_world_size(),
         "max_epochs": 2,
         "logger": False,
         "enable_progress_bar": False,
@@ -317,8 +290,6 @@ def trainer(strategy: Any, root: Path | str, **settings: Any) -> pl.Trainer:
         "use_distributed_sampler": False,
         "default_root_dir": str(root),
     }
-    if isinstance(strategy, str) and strategy.startswith("zero"):
-        strategy = ZeroStrategy(strategy)
     return pl.Trainer(strategy=strategy, **{**defaults, **settings})
 
 

@@ -1,4 +1,7 @@
-"""Notebooks: one device in a cell, several by fork. An interactive session is simulated; one real kernel is tried."""
+"""Starts of the Trainer: scripts that Lightning starts twice, and notebooks: one device in a cell, several by fork.
+
+An interactive session is simulated; one real kernel is tried.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from lightning.fabric.utilities import imports
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
-from lightning_zero import ZeroFabricStrategy, ZeroStrategy
 from lightning_zero.config import ConfigError
 from lightning_zero.trainer import launchers
 from tests.harness import forked, run_command
@@ -34,23 +36,13 @@ def trainer(strategy: str, devices: int) -> Trainer:
 
 
 @pytest.mark.usefixtures("notebook")
-@pytest.mark.parametrize("name", ["zero3", "zero3_offload"])
-def test_one_device_needs_no_launcher(name: str) -> None:
-    assert trainer(name, 1).strategy.launcher is None
-
-
-@pytest.mark.usefixtures("notebook")
-def test_several_devices_in_a_cell_are_refused_with_the_name_to_use() -> None:
+def test_cell_needs_no_launcher_for_one_device_and_another_name_for_several() -> None:
+    for name in ("zero3", "zero3_offload"):
+        assert trainer(name, 1).strategy.launcher is None
     with pytest.raises(ConfigError, match=r"got 2 processes\. Use strategy='zero3_notebook'"):
         trainer("zero3", 2)
     launcher = trainer("zero3_notebook", 2).strategy.launcher
     assert launcher is not None and launcher.is_interactive_compatible
-
-
-def test_other_ways_to_start_are_refused() -> None:
-    for strategy in (ZeroStrategy, ZeroFabricStrategy):
-        with pytest.raises(ConfigError, match="start_method: expected one of popen, fork, got 'spawn'. In a notebook"):
-            strategy("zero3", start_method="spawn")
 
 
 @pytest.mark.parametrize(("owner", "name", "says"), [
@@ -148,12 +140,68 @@ def test_forked_processes_compute_on_one_thread(tmp_path: Path) -> None:
 def test_cells_train_in_a_real_kernel(tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
-    cells = [NOTEBOOK.replace('sys.ps1 = ">>> "', "assert hasattr(sys, 'ps1')"), *_cells(tmp_path)]
+    beginning = NOTEBOOK.replace('sys.ps1 = ">>> "', "assert hasattr(sys, 'ps1')")
+    cells = [beginning, f"sys.argv = ['', {str(tmp_path / 'last.ckpt')!r}]", *TRAINING.split("\n\n")]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     place = {"metadata": {"path": str(Path.cwd())}}
     nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources=place).execute()
     assert "trained" in str(book.cells[-1].outputs)
 
 
-def _cells(folder: Path) -> list[str]:
-    return [f"sys.argv = ['', {str(folder / 'last.ckpt')!r}]", *TRAINING.split("\n\n")]
+# -- scripts: their exit codes, and exceptions on one rank -------------------------------------------------------------
+
+
+SCRIPT = """
+import sys
+import lightning.pytorch as pl
+import lightning_zero
+import torch
+torch.set_num_threads(1)
+from tests.trainer.toys import Lit, Samples, _quiet
+from torch.utils.data import DataLoader
+_quiet()
+strategy, failing = sys.argv[1:]
+
+class Scripted(Lit):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and failing in (str(self.global_rank), "each"):
+            raise KeyError("planned")
+        return super().training_step(batch, batch_idx)
+
+pl.seed_everything(3, verbose=False)
+trainer = pl.Trainer(
+    strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+)
+module, data = Scripted(), DataLoader(Samples(), batch_size=2)
+if failing == "each":
+    try:
+        trainer.fit(module, data)
+    except KeyError:
+        failing = ""
+trainer.fit(module, data, data)
+sys.stdout.write("done %d\\n" % trainer.global_rank)
+"""
+
+
+STARTS = [  # by the rank that fails, and how often
+    *[(strategy, "none", 1) for strategy in ("zero0", "zero1", "zero2")],
+    ("zero3", "none", 10),
+    *[(strategy, rank, times) for strategy, times in (("zero1", 1), ("zero3", 5)) for rank in "01"],
+    *[(strategy, "each", 1) for strategy in ("zero1", "zero3")],  # its script catches the exception, and fits again
+]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("strategy", "failing", "times"), STARTS)
+def test_script_ends_with_0_unless_one_rank_fails(strategy: str, failing: str, times: int, tmp_path: Path) -> None:
+    """Lightning starts it twice."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for _ in range(times):
+        done = run_command("python", tmp_path / "script.py", strategy, failing, folder=tmp_path, timeout=120)
+        output = done.stdout + done.stderr
+        if failing in "01":
+            assert done.returncode and "planned" in output and "done" not in output, output
+        else:
+            assert done.returncode == 0 and "done 0" in output and "done 1" in output, output
