@@ -198,10 +198,10 @@ class _InputsOfBlock:
 
     def __init__(self, streams: Streams, before: _InputsOfBlock | None) -> None:
         self._streams, self._before = streams, ref(before) if before is not None else lambda: None
-        self._inputs: list[_Input] = []
+        self._inputs: list[_Input] = []  # without those that a backward has taken
 
     def pack(self, tensor: Tensor) -> Tensor | _Input:
-        if tensor.device.type == "cpu":
+        if tensor.device.type == "cpu" or tensor.layout is not torch.strided or type(tensor) is not Tensor:
             return tensor
         host = self._streams.accelerator.host_memory(tensor.shape, tensor.dtype)
         with self._streams.on("d2h"), recording.span("d2h", "activations"):
@@ -213,22 +213,24 @@ class _InputsOfBlock:
     def leave(self) -> None:
         """Free the inputs on the device, once they have been copied. Raises RuntimeError if one was changed."""
         for kept in self._inputs:
-            if kept.device is not None:
-                _check_unchanged(kept)
-                self._streams.wait(kept.came)
-                kept.device = None
+            _check_unchanged(kept)
+            self._streams.wait(kept.came)
+            kept.device = None
 
     def unpack(self, kept: Tensor | _Input) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
+        if kept not in self._inputs:  # a second backward
+            self._inputs.append(kept)
         self.bring()
         if (before := self._before()) is not None:
             before.bring()
-        assert kept.device is not None
         if kept.returns is None:
             _check_unchanged(kept)
         self._streams.wait(kept.returns or kept.came)  # whoever gets the memory next must not write over what is copied
+        self._inputs.remove(kept)
         tensor, kept.device = kept.device, None
+        assert tensor is not None
         return tensor
 
     def bring(self) -> None:
