@@ -1,7 +1,8 @@
-"""Transports agree, operations are counted, groups are used again, and refusals are told to all."""
+"""Transports agree, operations are counted, groups are used again, and small messages go in rounds among few ranks."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ from lightning_zero.comm.transports import (
     choose_transport,
 )
 from lightning_zero.config import Transport as TransportName
+from lightning_zero.planning.topology import rounds_of
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
@@ -49,13 +51,6 @@ def _input(rank: int, world: int, dtype: torch.dtype, n: int = 512) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
     values = torch.randn(world * n, generator=generator, dtype=torch.float64) * 3
     return values.to(dtype)
-
-
-def _expected_sum(world: int, dtype: torch.dtype) -> Tensor:
-    total = _input(0, world, dtype)
-    for rank in range(1, world):
-        total = total + _input(rank, world, dtype)
-    return total
 
 
 @on_ranks(1, 2, 3)
@@ -81,7 +76,8 @@ def test_transports_reduce_alike(dtype: torch.dtype) -> None:
             world, rank = comm.world_size, comm.rank
             found.append(comm.reduce_scatter(_input(rank, world, dtype), "x").finish().clone())
     own = slice(rank * 512, (rank + 1) * 512)
-    assert torch.equal(found[1], _expected_sum(world, dtype)[own] if world > 1 else _input(0, 1, dtype))
+    first, *others = (_input(other, world, dtype) for other in range(world))
+    assert torch.equal(found[1], sum(others, first)[own])  # in rank order
     if world <= 2:
         assert torch.equal(found[0], found[1])
     elif dtype is not torch.bfloat16:  # where one rounding is a hundredth
@@ -191,17 +187,14 @@ def test_closing_ends_the_thread_and_gives_the_groups_to_the_next() -> None:
 
 @on_ranks(2)
 def test_groups_of_a_communicator_that_was_forgotten_are_used_again() -> None:
-    first = Communicator(dist.group.WORLD, CPU)
+    first: Communicator | None = Communicator(dist.group.WORLD, CPU)
     groups = first._groups
     dist.barrier()
-    if first.rank == 0:
-        del first  # the garbage collectors of two ranks do not work at the same time
-        with communicator() as other:
-            assert other._groups is not groups
-    else:
-        with communicator() as other:
-            assert other._groups is not groups
-        del first
+    if dist.get_rank() == 0:
+        first = None  # the garbage collectors of two ranks do not work at the same time
+    with communicator() as other:
+        assert other._groups is not groups
+    first = None
     with communicator() as again:
         assert again._groups is groups
 
@@ -250,10 +243,7 @@ def test_parts_are_added_in_rank_order(transport: Transport, dtype: torch.dtype,
     os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
     world, rank = dist.get_world_size(), dist.get_rank()
     inputs = [_input(r, world, torch.bfloat16).float() for r in range(world)]
-    expected = inputs[0].clone()
-    for other in inputs[1:]:
-        expected += other
-    expected *= 0.25
+    expected = sum(inputs[1:], inputs[0]) * 0.25
     own = slice(rank * 512, (rank + 1) * 512)
     for inner in (transport, HostTransport(transport)):
         with communicator() as comm, mock.patch("lightning_zero.comm.transports.SUM_CHUNK", chunk):
@@ -265,3 +255,51 @@ def test_parts_are_added_in_rank_order(transport: Transport, dtype: torch.dtype,
             full = inputs[rank].to(dtype, copy=True)
             total = comm.all_reduce(full, "x", factor=0.25, total_dtype=torch.float32).finish()
             assert torch.equal(total, expected)
+
+
+# -- rounds among few ranks, not one ring of all ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [*range(1, 21), 48, 97, 1000, 1024])
+def test_after_all_rounds_each_rank_has_the_values_of_all(world: int) -> None:
+    known = {rank: {rank} for rank in range(world)}
+    rounds = [rounds_of(rank, world) for rank in range(world)]
+    for number in range(len(rounds[0])):
+        groups = {tuple(of_rank[number]) for of_rank in rounds}
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+        joined = {group: set().union(*(known[rank] for rank in group)) for group in groups}
+        known = {rank: joined[group] for group in groups for rank in group}
+    assert all(values == set(range(world)) for values in known.values())
+    assert math.prod(map(len, rounds[0])) == world
+    if world == 1024:
+        assert sum(2 * (len(group) - 1) for group in rounds[0]) == 30
+
+
+@pytest.mark.sample
+@on_ranks(6, full=(2, 3, 4, 8))
+def test_a_maximum_and_a_sum_are_those_of_all_ranks() -> None:
+    with communicator() as comm:
+        world = comm.world_size
+        rows = torch.tensor([[(7 * rank + 3 * column) % 11 for column in range(5)] for rank in range(world)])
+        for _ in range(2):
+            assert torch.equal(comm.max_(rows[comm.rank].clone()), rows.amax(0))
+            assert torch.equal(comm.sum_(rows[comm.rank].clone()), rows.sum(0))
+
+
+@pytest.mark.full
+@on_ranks(6)
+def test_groups_are_replaced_after_an_exception_in_the_midst_of_the_rounds() -> None:
+    """Rank 5 comes late: its neighbour has given up in the first round, and the others in the second."""
+    with communicator(stall_timeout_s=1.0) as comm:
+        groups = comm._groups
+        late = comm.rank == 5
+        if late:
+            time.sleep(2.5)
+            comm.max_(torch.tensor([5]))
+        else:
+            with pytest.raises(StallError):
+                comm.max_(torch.tensor([comm.rank]))
+        comm.resume()
+        assert comm._groups is not groups
+        assert comm.max_(torch.tensor([-comm.rank])).item() == 0
+    dist.barrier()
