@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.ranks import allocation, rendezvous, resume
 from lightning_zero.ranks.allocation import own_environment
 from lightning_zero.ranks.started_by import MPI_VARIABLES, Launched, launched, tasks_of_nodes
+from lightning_zero.trainer import launchers
 from tests.harness import LAUNCHERS
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "abc", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -212,3 +216,26 @@ def test_a_checkpoint_that_is_a_folder_is_whole_with_its_metadata(tmp_path: Path
     assert resume.newest_checkpoint([tmp_path]) is None
     (tmp_path / "step-1.ckpt" / ".metadata").write_bytes(b"")
     assert resume.newest_checkpoint([tmp_path]) == tmp_path / "step-1.ckpt"
+
+
+class Started(Exception):
+    pass
+
+
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+@pytest.mark.parametrize("function", ["fit", "validate"])
+def test_a_missing_checkpoint_is_refused_before_the_start(
+    start_method: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*args: Any) -> None:
+        raise Started
+
+    monkeypatch.setattr(launchers.ScriptLauncher, "_call_children_scripts", start)
+    monkeypatch.setattr(launchers.ForkLauncher, "_fit_to_fork", start)
+    (tmp_path / "there.ckpt").touch()
+    for path, error in {"missing.ckpt": ConfigError, "there.ckpt": Started, "": Started}.items():
+        run = pl.Trainer(
+            strategy=ZeroStrategy("zero3", start_method=start_method), accelerator="cpu", devices=2, logger=False
+        )
+        with pytest.raises(error, match="missing.ckpt.: there is nothing" if error is ConfigError else None):
+            getattr(run, function)(BoringModel(), ckpt_path=str(tmp_path / path) if path else "last")

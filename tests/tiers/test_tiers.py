@@ -30,7 +30,7 @@ from lightning_zero.tiers.aio import DiskError, Syscalls
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.limits import available_host_memory
-from lightning_zero.tiers.nvme import NvmeTier
+from lightning_zero.tiers.nvme import NvmeTier, Regions
 from lightning_zero.tiers.pages import PAGE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
@@ -519,3 +519,36 @@ def test_host_memory_is_pinned_for_a_gpu() -> None:
     with closing(HostTier(accelerator_of(torch.device("cuda", 0)))) as tier:
         (extent,) = tier.reserve([Wanted("e", 3 * MIB // 4, torch.float32)])
         assert tier.resident(extent).is_pinned()
+
+
+# -- regions of a file ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 100)), max_size=40))
+def test_regions_do_not_overlap_and_holes_are_whole(steps: list[tuple[int, int]]) -> None:
+    regions, taken, length = Regions(), list[tuple[int, int]](), 0
+
+    def ensure(nbytes: int) -> None:
+        nonlocal length
+        length = max(length, nbytes)
+
+    for nbytes, choice in steps:
+        if nbytes:
+            holes = [high - low for low, high in regions.holes]
+            before = regions.end
+            low = regions.take(nbytes, ensure)
+            assert (regions.end == before) == (max(holes, default=0) >= nbytes)
+            taken.append((low, low + nbytes))
+        elif taken:
+            regions.give_back(*taken.pop(choice % len(taken)))
+        everything = sorted([*taken, *regions.holes])
+        assert everything == sorted({*taken, *regions.holes})
+        ends = [0, *(high for _, high in everything)]
+        assert ends[:-1] == [low for low, _ in everything] and ends[-1] == regions.end <= length
+        touching = zip(regions.holes, regions.holes[1:], strict=False)
+        assert all(first[1] < second[0] for first, second in touching)
+        assert all(high < regions.end for _, high in regions.holes)
+    for region in taken:
+        regions.give_back(*region)
+    assert regions.end == 0 and not regions.holes
