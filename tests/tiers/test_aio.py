@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -87,14 +86,12 @@ def test_what_is_written_is_read(tmp_path: Path, requests: list[tuple[int, int]]
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_short_reads_and_writes_are_continued(tmp_path: Path, threads: int) -> None:
-    counts = {"preadv": 0, "pwritev": 0}
-    lock = threading.Lock()
+    called: list[str] = []
     own = threading.local()  # a thread's calls: it must not be cut short often enough in a row to give up
 
     def short(name: str) -> Callable[[int, list[memoryview], int], int]:
         def call(fd: int, buffers: list[memoryview], offset: int) -> int:
-            with lock:
-                counts[name] += 1
+            called.append(name)
             own.calls = n = getattr(own, "calls", 0) + 1
             moved: int = getattr(os, name)(fd, [buffers[0][: max(PAGE, len(buffers[0]) // 2 // PAGE * PAGE)]], offset)
             return moved if n % 3 else min(moved, moved - PAGE + 100)  # not even whole pages, now and then
@@ -104,7 +101,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, threads: int) -> N
     calls = Syscalls(preadv=short("preadv"), pwritev=short("pwritev"), sleep=lambda _: None)
     with disk_file(tmp_path, 4 * MIB, threads=threads, syscalls=calls) as file:
         assert write_and_read(file)
-    assert counts["preadv"] > 8 and counts["pwritev"] > 8
+    assert called.count("preadv") > 8 and called.count("pwritev") > 8
 
 
 def failing(code: int, times: int, name: str = "preadv", at: int = 0) -> tuple[Callable[..., int], list[int]]:
@@ -191,9 +188,7 @@ def refusing(call: str) -> Syscalls:
 
 
 @pytest.mark.parametrize("call", ["open", "pwritev"])
-def test_without_o_direct_it_warns_once_and_works(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_without_o_direct_it_warns_once_and_works(tmp_path: Path, call: str) -> None:
     aio._warn_once.cache_clear()
     before = descriptors()
     with pytest.warns(RuntimeWarning, match=f"{tmp_path} has no O_DIRECT.*nvme_path") as caught:
@@ -258,20 +253,15 @@ def cuda(**codes: int) -> Iterator[Runtime]:
         yield runtime
 
 
-def test_pages_for_cuda_are_pinned_and_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = mock.Mock(**{"cudaHostRegister.return_value": 0, "cudaHostUnregister.return_value": 0})
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.synchronize())
-    pages = HostPages(2 * PAGE, accelerator_of(torch.device("cuda", 0)))
-    address = pages.bytes.data_ptr()
-    for _ in range(2):
-        pages.close()
-    assert runtime.mock_calls == [
-        mock.call.cudaHostRegister(address, 2 * PAGE, 0),
-        mock.call.synchronize(),  # for the copies that still use the pages
-        mock.call.cudaHostUnregister(address),
-    ]
+def test_pages_for_cuda_are_pinned_and_unpinned() -> None:
+    with cuda() as runtime:
+        pages = HostPages(2 * PAGE, accelerator_of(torch.device("cuda", 0)))
+        address = pages.bytes.data_ptr()
+        for _ in range(2):
+            pages.close()
+    synchronized = ("synchronize",)  # for the copies that still use the pages
+    pinned, unpinned = ("cudaHostRegister", address, 2 * PAGE, 0), ("cudaHostUnregister", address)
+    assert runtime.called == [pinned, synchronized, unpinned]
 
 
 def test_one_queue_for_all_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
