@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.harness import LAUNCHERS, ROOT, free_port
+from tests.engine.support import assert_equal
+from tests.harness import ROOT, free_port, run_command
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TORCHRUN = ("python", "-m", "torch.distributed.run")
 TRAIN = ("-m", "lightning_zero.train")
 STEPS = 14
 KILLED_AT = 10
@@ -53,17 +53,10 @@ class Lit(LitGPT):
 """
 
 
-def environ(folder: Path, **more: object) -> dict[str, str]:
+def run(folder: Path, *command: str, **more: object) -> subprocess.CompletedProcess[str]:
     (folder / "killed.py").write_text(KILLED.format(at=KILLED_AT))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    ours = {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    return kept | ours | {k: str(v) for k, v in more.items()}
-
-
-def run(folder: Path, *command: str, timeout: float = 200, **more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=folder, env=environ(folder, **more), capture_output=True, text=True, timeout=timeout
-    )
+    more = {"PYTHONPATH": f"{ROOT}:{folder}", "XDG_CACHE_HOME": folder / "cache"} | more
+    return run_command(*command, folder=folder, **more)  # type: ignore[arg-type]
 
 
 def torchrun(
@@ -73,27 +66,11 @@ def torchrun(
     return run(folder, *TORCHRUN, *launch, *TRAIN, *SMALL, *overrides, **more)
 
 
-def together(
-    folder: Path, commands: Sequence[tuple[Sequence[str], dict[str, object]]], timeout: float = 200
-) -> list[tuple[int, str]]:
+def together(folder: Path, *commands: tuple[Sequence[str], dict[str, object]]) -> list[tuple[int, str]]:
     """Exit codes and output of processes that run at the same time."""
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environ(folder, **more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command, more in commands
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    with ThreadPoolExecutor() as pool:
+        ends = list(pool.map(lambda command: run(folder, *command[0], **command[1]), commands))
+    return [(done.returncode, done.stdout + done.stderr) for done in ends]
 
 
 def losses(folder: Path, name: str = "metrics.csv") -> dict[int, str]:
@@ -101,9 +78,9 @@ def losses(folder: Path, name: str = "metrics.csv") -> dict[int, str]:
         return {int(row["step"]): row["train_loss"] for row in csv.DictReader(file) if row["train_loss"]}
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(folder / "run" / "checkpoints" / "last.ckpt")["state_dict"]
-    return found
+def assert_same_weights(*folders: Path) -> None:
+    found, expected = (torch.load(folder / "run" / "checkpoints" / "last.ckpt")["state_dict"] for folder in folders)
+    assert_equal(found, expected)
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +89,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     done = torchrun(folder)
     assert done.returncode == 0, done.stderr
-    out = done.stdout
-    assert re.search(r"^ranks: 2 of 2 on 1 node \(\S+: 0-1\)$", out, re.MULTILINE)
-    assert "address: " not in out and "same on all ranks: " not in out  # of one machine
+    assert re.search(r"^ranks: 2 of 2 on 1 node \(\S+: 0-1\)$", done.stdout, re.MULTILINE)
+    assert "address: " not in done.stdout and "same on all ranks: " not in done.stdout  # of one machine
     assert list(losses(folder)) == list(range(STEPS))
     return folder
 
@@ -131,8 +107,7 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: P
     assert "Signal 9" in done.stderr or "exitcode: -9" in done.stderr
     expected = losses(undisturbed)
     assert losses(tmp_path) == {step: expected[step] for step in range(8, STEPS)}
-    for name, tensor in weights(undisturbed).items():
-        assert torch.equal(tensor, weights(tmp_path)[name]), name
+    assert_same_weights(tmp_path, undisturbed)
 
 
 @pytest.mark.full
@@ -146,25 +121,23 @@ def test_sigterm_to_one_rank_saves_and_torchrun_starts_again(undisturbed: Path, 
     assert "exitcode: 143" in done.stderr
     expected = losses(undisturbed)
     assert {**losses(tmp_path, "metrics-1.csv"), **losses(tmp_path)} == expected
-    for name, tensor in weights(undisturbed).items():
-        assert torch.equal(tensor, weights(tmp_path)[name]), name
+    assert_same_weights(tmp_path, undisturbed)
 
 
 @pytest.mark.full
 def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> None:
     """As docker stop sends it, to the process that has started the others; a user goes on from what was saved."""
     kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 0, "KILL_SIGNAL": "SIGTERM"}
-    hand = (sys.executable, *TRAIN, *SMALL, "trainer.devices=2")
+    hand = ("python", *TRAIN, *SMALL, "trainer.devices=2")
     first = run(tmp_path, *hand, **kill)
     assert first.returncode == 143, first.stderr
     assert "Traceback" not in first.stderr
     (command,) = re.findall(r"^To go on: python (-m lightning_zero.train .*)$", first.stdout, re.MULTILINE)
     said = shlex.split(command)
     assert said[2:] == [*SMALL, "trainer.devices=2", f"ckpt_path={tmp_path / 'run' / 'hpc_ckpt_1.ckpt'}"]
-    again = run(tmp_path, sys.executable, *TRAIN, *said[2:])
+    again = run(tmp_path, "python", *TRAIN, *said[2:])
     assert again.returncode == 0, again.stderr
-    for name, tensor in weights(undisturbed).items():
-        assert torch.equal(tensor, weights(tmp_path)[name]), name
+    assert_same_weights(tmp_path, undisturbed)
 
 
 @pytest.mark.full
@@ -205,7 +178,7 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
     # Which of them becomes rank 1 is torchrun's affair; the one that is rank 0 of the rendezvous holds the store.
     command, kill = node(True)
     kill["KILL_AGENT"] = ""
-    (code, out), (other, _) = together(tmp_path, [(command, kill), node(False)])
+    (code, out), (other, _) = together(tmp_path, (command, kill), node(False))
     if other == -signal.SIGKILL:
         assert "torchrun-elastic has started again: it goes on from run/checkpoints/step-8.ckpt" in out
         assert "Starting with 1 processes" in out
@@ -221,7 +194,7 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
 def test_a_rank_that_dies_under_lightnings_launcher_ends_all(rank: int, tmp_path: Path) -> None:
     started = time.monotonic()
     kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": rank}
-    done = run(tmp_path, sys.executable, *TRAIN, *SMALL, "trainer.devices=3", **kill)
+    done = run(tmp_path, "python", *TRAIN, *SMALL, "trainer.devices=3", **kill)
     assert done.returncode != 0
     assert f"rank {rank} (on {socket.gethostname()}, process " in done.stderr, done.stderr
     assert "has ended without a word" in done.stderr or "holds the store, has ended" in done.stderr
@@ -240,16 +213,16 @@ def test_nodes_that_are_started_by_hand(undisturbed: Path, tmp_path: Path) -> No
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "NODE_RANK": rank}
         nodes = ("trainer.num_nodes=2", "trainer.devices=1", f"hydra.run.dir=run{rank or ''}")
         nodes += ("zero.comm.hybrid_shard=flat",)  # as the undisturbed run: norms add in the order of shards
-        return (sys.executable, *TRAIN, *SMALL, *nodes, *overrides), {**place, **more}
+        return ("python", *TRAIN, *SMALL, *nodes, *overrides), {**place, **more}
 
-    for code, out in together(tmp_path, [node(0), node(1)]):
+    for code, out in together(tmp_path, node(0), node(1)):
         assert code == 0, out
     assert losses(tmp_path) == losses(undisturbed)
     kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 1}
-    (code, out), (killed, _) = together(tmp_path, [node(0, **kill), node(1, **kill)])
+    (code, out), (killed, _) = together(tmp_path, node(0, **kill), node(1, **kill))
     assert killed == -signal.SIGKILL and code not in (0, -signal.SIGKILL)
     assert f"rank 1 (on {socket.gethostname()}, process " in out
-    (code, out), (other, other_out) = together(tmp_path, [node(0), node(1, "zero.prefetch_bytes=1")])
+    (code, out), (other, other_out) = together(tmp_path, node(0), node(1, "zero.prefetch_bytes=1"))
     assert (code, other) == (2, 2)
     for text in (out, other_out):
         assert "zero.prefetch_bytes: expected 268435456, as rank 0 has it, got 1 on rank 1." in text
@@ -260,7 +233,7 @@ def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "NODE_RANK": 0}
     started = time.monotonic()
     overrides = ("trainer.num_nodes=2", "trainer.devices=2", "zero.stall_timeout_s=8")
-    done = run(tmp_path, sys.executable, *TRAIN, *SMALL, *overrides, **place)
+    done = run(tmp_path, "python", *TRAIN, *SMALL, *overrides, **place)
     assert done.returncode == 2
     assert "ranks 2-3 of 4 (all of node 1) did not come to localhost:" in done.stderr
     assert "Traceback" not in done.stderr
@@ -274,7 +247,7 @@ def test_real_mpirun(launch: str, undisturbed: Path, tmp_path: Path) -> None:
     program, *options = launch.split()
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}")
-    mpirun = (program, *options, "-n", "2", sys.executable, *TRAIN, *SMALL)
+    mpirun = (program, *options, "-n", "2", "python", *TRAIN, *SMALL)
     done = run(tmp_path, *mpirun)
     assert done.returncode == 0, done.stderr
     assert "ranks: 2 of 2 on 1 node" in done.stdout
@@ -288,12 +261,9 @@ def test_real_mpirun(launch: str, undisturbed: Path, tmp_path: Path) -> None:
 def test_mpirun_without_mpi4py(undisturbed: Path, tmp_path: Path) -> None:
     """Processes with the variables of Open MPI's mpirun."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    port = free_port()
-    commands = []
-    for rank in range(2):
-        place: dict[str, object] = dict(zip(names, (rank, 2, rank, 2), strict=True))
-        commands.append(((sys.executable, *TRAIN, *SMALL), {**place, "MASTER_PORT": port, "PMIX_NAMESPACE": "job"}))
-    for code, out in together(tmp_path, commands):
+    job = {"MASTER_PORT": free_port(), "PMIX_NAMESPACE": "job"}
+    places = [job | dict(zip(names, (rank, 2, rank, 2), strict=True)) for rank in range(2)]
+    for code, out in together(tmp_path, *((("python", *TRAIN, *SMALL), place) for place in places)):
         assert code == 0, out
     assert losses(tmp_path) == losses(undisturbed)
 
