@@ -19,8 +19,7 @@ from tests.harness import run_command
 
 def run(*arguments: str) -> list[dict[str, Any]]:
     command = ("python", "-m", "benchmarks.bench", "--tiny", "--rounds", 1, *arguments)
-    done = run_command(*command, timeout=300, PYTHONWARNINGS="ignore")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_command(*command, timeout=300, PYTHONWARNINGS="ignore", code=0)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -78,8 +77,7 @@ def test_a_side_with_other_losses_is_an_error(monkeypatch: pytest.MonkeyPatch, l
 def test_every_side_saves_loads_and_is_compared(sides: tuple[str, ...], only: str | None, tmp_path: Path) -> None:
     command = ["python", "-m", "benchmarks.checkpoint", "--size", "tiny", "--rounds", "1", "--ranks", "2"]
     command += ["--steps", "1", "--sides", ";".join(sides), "--folder", str(tmp_path), "--out", str(tmp_path / "lines")]
-    done = run_command(*command, *(["--only", only] if only else []), timeout=280, PYTHONWARNINGS="ignore")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_command(*command, *(["--only", only] if only else []), timeout=280, PYTHONWARNINGS="ignore", code=0)
     lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
     saves = {row["side"]: row for row in lines if "load_s" in row}
     assert tuple(saves) == sides

@@ -17,8 +17,7 @@ from tests.harness import run_command
 @pytest.mark.full
 def test_the_command_tells_all_and_no_secret(tmp_path: Path) -> None:
     command = ("python", "-m", "lightning_zero.env", "--json", "--disk", tmp_path)
-    done = run_command(*command, NCCL_DEBUG="INFO", WANDB_API_KEY="hidden")
-    assert done.returncode == 0, done.stderr
+    done = run_command(*command, NCCL_DEBUG="INFO", WANDB_API_KEY="hidden", code=0)
     found = json.loads(done.stdout)
     sections = {"torch", "packages", "host", "GPUs", "network", "environment", "disk"}
     assert set(found) == sections and not [name for name in sections if "failed" in found[name]], found
@@ -57,8 +56,7 @@ def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.full
 def test_rows_pass_and_leave_no_files(tmp_path: Path) -> None:
     command = ("python", "-m", "lightning_zero.env", "--check", "--disk", tmp_path)
-    done = run_command(*command, folder=tmp_path, timeout=280)  # another folder, as who has installed a wheel
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_command(*command, folder=tmp_path, timeout=280, code=0)  # another folder, as who has installed a wheel
     rows = [row.name for row in check.rows()]
     assert re.findall(r"^(.+?) +[\d.]+ s +differs by \S+ +ok$", done.stdout, re.MULTILINE) == rows
     assert f"{len(rows)} of {len(rows)} rows passed" in done.stdout
@@ -69,8 +67,8 @@ def test_rows_pass_and_leave_no_files(tmp_path: Path) -> None:
 def test_losses_that_differ_from_those_of_ddp_are_an_error(tmp_path: Path) -> None:
     broken = "import lightning_zero.app.check as c; c.BOUND['fp32'] = -1.0; "
     broken += "c._on_rank(0, 1, 0, False, '', [c.Row('zero1')])"
-    done = run_command("python", "-c", broken, timeout=280)
-    assert done.returncode == 1 and "zero1 fp32: losses differ from DDP's" in done.stderr, done.stderr
+    done = run_command("python", "-c", broken, timeout=280, code=1)
+    assert "zero1 fp32: losses differ from DDP's" in done.stderr, done.stderr
 
 
 def test_every_row_that_is_allowed_is_tried_and_others_refused() -> None:

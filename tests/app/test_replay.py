@@ -18,19 +18,16 @@ def test_steps_that_are_run_again_are_compared(tmp_path: Path) -> None:
     settings = ["experiment=tiny", "trainer.devices=2", "trainer.max_steps=8", "zero.fingerprint=2"]
     saves = ["callbacks.checkpoint.save_top_k=-1", "+callbacks.checkpoint.every_n_train_steps=3"]
     saves += [f"callbacks.checkpoint.dirpath={tmp_path}/run/checkpoints"]
-    ran = run_command(*COMMAND, "train", *settings, *saves, "hydra.run.dir=run", folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    run_command(*COMMAND, "train", *settings, *saves, "hydra.run.dir=run", folder=tmp_path, code=0)
     saved = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*")}
     replay = (*COMMAND, "replay", "run", "--from", "run/checkpoints/step-3.ckpt", "--steps", "4")
-    again = run_command(*replay, "zero/stage=zero1", folder=tmp_path)
-    assert again.returncode == 0, again.stderr
+    again = run_command(*replay, "zero/stage=zero1", folder=tmp_path, code=0)
     assert "all 2 steps that both have are equal" in again.stdout  # 4 and 6
     assert max(read(tmp_path / "run" / "replay-1" / "fingerprints.csv")) == 6  # it stops after step 7
     assert saved == {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*")}
     path = tmp_path / "run" / "fingerprints.csv"
     path.write_text(re.sub(r"(?m)^(6,gpt\.blocks\.1,)\w{16}", r"\g<1>0123456789abcdef", path.read_text()))
-    other = run_command(*replay, folder=tmp_path)
-    assert other.returncode == 1
+    other = run_command(*replay, folder=tmp_path, code=1)
     assert "1 steps are equal; after step 6, unit gpt.blocks.1: ('0123456789abcdef', " in other.stderr
 
 
@@ -46,6 +43,5 @@ def test_the_first_difference_is_named() -> None:
 
 
 def test_a_run_without_fingerprints_is_refused(tmp_path: Path) -> None:
-    done = run_command(*COMMAND, "replay", "run", "--from", "a.ckpt", "--steps", "4", folder=tmp_path)
-    assert done.returncode == 2
+    done = run_command(*COMMAND, "replay", "run", "--from", "a.ckpt", "--steps", "4", folder=tmp_path, code=2)
     assert "run/fingerprints.csv: expected what replay compares, got nothing there" in done.stderr

@@ -321,8 +321,7 @@ def test_files_of_ones_own_are_listed_and_looked_at(command_line: Any, tmp_path:
 
 @pytest.mark.smoke
 def test_help_is_in_our_words() -> None:
-    done = run_command("python", "-m", "lightning_zero.train", "--help")
-    assert done.returncode == 0
+    done = run_command("python", "-m", "lightning_zero.train", "--help", code=0)
     assert "Train a model under ZeRO" in done.stdout
     assert "zero/stage: auto, zero0, zero1, zero2, zero3" in done.stdout
     assert "prefetch_bytes" in done.stdout
@@ -357,8 +356,7 @@ def test_another_app_composes_our_groups_and_gets_our_errors(tmp_path: Path) -> 
     (tmp_path / "conf" / "app.yaml").write_text(APP_CONF)
     (tmp_path / "app.py").write_text(APP)
     given = ("zero/stage=zero1", "zero/precision=bf16", "zero.reduce_bucket_bytes=5", "optimizer=sgd")
-    done = run_command("python", "app.py", *given, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_command("python", "app.py", *given, folder=tmp_path, code=0)
     assert done.stdout.splitlines() == ["ZeroConfig zero1 bf16 5", "torch.optim.SGD", "heavy: []"]
     done = run_command("python", "app.py", "zero.prefetch_bytes=-5", folder=tmp_path)
     assert done.returncode != 0

@@ -87,8 +87,7 @@ def assert_same_weights(*folders: Path) -> None:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on two processes of torchrun."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = torchrun(folder)
-    assert done.returncode == 0, done.stderr
+    done = torchrun(folder, code=0)
     assert re.search(r"^ranks: 2 of 2 on 1 node \(\S+: 0-1\)$", done.stdout, re.MULTILINE)
     assert "address: " not in done.stdout and "same on all ranks: " not in done.stdout  # of one machine
     assert list(losses(folder)) == list(range(STEPS))
@@ -101,8 +100,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: Path, tmp_path: Path) -> None:
-    done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=rank)
-    assert done.returncode == 0, done.stderr
+    done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=rank, code=0)
     assert "has started again: it goes on from run/checkpoints/step-8.ckpt" in done.stdout
     assert "Signal 9" in done.stderr or "exitcode: -9" in done.stderr
     expected = losses(undisturbed)
@@ -113,8 +111,7 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: P
 @pytest.mark.full
 def test_sigterm_to_one_rank_saves_and_torchrun_starts_again(undisturbed: Path, tmp_path: Path) -> None:
     """No step is lost: all ranks save at the end of the one in which the signal came."""
-    done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=1, KILL_SIGNAL="SIGTERM")
-    assert done.returncode == 0, done.stderr
+    done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=1, KILL_SIGNAL="SIGTERM", code=0)
     assert re.search(r"interrupted: saved step 1[01] in \S+hpc_ckpt_1.ckpt", done.stdout), done.stdout
     assert "To go on: start the same command again, with ckpt_path=" in done.stdout
     assert "has started again: it goes on from run/hpc_ckpt_1.ckpt" in done.stdout
@@ -129,14 +126,12 @@ def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> 
     """As docker stop sends it, to the process that has started the others; a user goes on from what was saved."""
     kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 0, "KILL_SIGNAL": "SIGTERM"}
     hand = ("python", *TRAIN, *SMALL, "trainer.devices=2")
-    first = run(tmp_path, *hand, **kill)
-    assert first.returncode == 143, first.stderr
+    first = run(tmp_path, *hand, **kill, code=143)
     assert "Traceback" not in first.stderr
     (command,) = re.findall(r"^To go on: python (-m lightning_zero.train .*)$", first.stdout, re.MULTILINE)
     said = shlex.split(command)
     assert said[2:] == [*SMALL, "trainer.devices=2", f"ckpt_path={tmp_path / 'run' / 'hpc_ckpt_1.ckpt'}"]
-    again = run(tmp_path, "python", *TRAIN, *said[2:])
-    assert again.returncode == 0, again.stderr
+    run(tmp_path, "python", *TRAIN, *said[2:], code=0)
     assert_same_weights(tmp_path, undisturbed)
 
 
@@ -147,8 +142,7 @@ def test_a_job_that_is_started_again_with_another_number_of_processes(undisturbe
 
     first = torchrun(tmp_path, *job(), "--nproc-per-node=2", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
     assert first.returncode != 0
-    again = torchrun(tmp_path, *job(), "--nproc-per-node=3")
-    assert again.returncode == 0, again.stderr
+    again = torchrun(tmp_path, *job(), "--nproc-per-node=3", code=0)
     assert "torchrun-job has started again: it goes on from run/checkpoints/step-8.ckpt" in again.stdout
     assert "ranks: 3 of 3" in again.stdout
     found, whole = losses(tmp_path), losses(undisturbed)
@@ -233,8 +227,7 @@ def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "NODE_RANK": 0}
     started = time.monotonic()
     overrides = ("trainer.num_nodes=2", "trainer.devices=2", "zero.stall_timeout_s=8")
-    done = run(tmp_path, "python", *TRAIN, *SMALL, *overrides, **place)
-    assert done.returncode == 2
+    done = run(tmp_path, "python", *TRAIN, *SMALL, *overrides, **place, code=2)
     assert "ranks 2-3 of 4 (all of node 1) did not come to localhost:" in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 60
@@ -248,8 +241,7 @@ def test_real_mpirun(launch: str, undisturbed: Path, tmp_path: Path) -> None:
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}")
     mpirun = (program, *options, "-n", "2", "python", *TRAIN, *SMALL)
-    done = run(tmp_path, *mpirun)
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, *mpirun, code=0)
     assert "ranks: 2 of 2 on 1 node" in done.stdout
     assert losses(tmp_path) == losses(undisturbed)
     done = run(tmp_path, *mpirun, "hydra.run.dir=again", KILL_ONCE=tmp_path / "once", KILL_RANK=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -41,8 +42,7 @@ def answering(peers: list[Peers], silent: int | None = None) -> Iterator[None]:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank is on a machine of its own."""
-    names = iter(range(100))
-    monkeypatch.setattr(module, "machine", lambda: f"machine {next(names)}")
+    monkeypatch.setattr(module, "machine", map("machine {}".format, itertools.count()).__next__)
     monkeypatch.setattr(module, "DYING_S", 0.0)
 
 
@@ -113,7 +113,6 @@ def test_without_the_store_it_is_its_holder(elsewhere: None, monkeypatch: pytest
     peers[1].answer()
     peers[1]._store = Gone()
     assert peers[1].culprit().startswith("rank 0 (on ") and "holds the store, has ended" in peers[1].culprit()
-    peers[0].tell(KeyError("told before"))
     _, peers = ranks(2)
     peers[0].tell(KeyError("told before"))
     peers[1].answer()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tests.lightning_table.bench import Bench, variant
 from tests.lightning_table.table import heading
-from tests.trainer.toys import Block, Lit, WithBatchNorm, seeded
+from tests.trainer.toys import Block, Fails, Lit, WithBatchNorm, seeded
 
 feature = heading("Callbacks")
 
@@ -35,12 +36,12 @@ def early_stopping(bench: Bench) -> Any:
 def early_stopping_finite(bench: Bench) -> Any:
     """The step that it stops at, once the loss of one rank is NaN"""
 
-    class Fails(Lit):
+    class Diverges(Lit):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             bad = self.trainer.current_epoch == 1 and self.global_rank == 0
             self.log("val", torch.tensor(float("nan") if bad else 1.0), sync_dist=True)
 
-    ran = bench.fit(seeded(Fails), max_epochs=5, callbacks=[cb.EarlyStopping("val", check_finite=True)])
+    ran = bench.fit(seeded(Diverges), max_epochs=5, callbacks=[cb.EarlyStopping("val", check_finite=True)])
     assert ran.trainer.current_epoch == 2
     return ran.seen
 
@@ -81,31 +82,19 @@ for _name, _how in SAVES.items():
     feature(f"ModelCheckpoint({_name})")(_saving(*_how))
 
 
-class Raises(Lit):
-    """On all ranks, in its third step."""
+def _interrupted(make: Any) -> Any:
+    def saved(bench: Bench) -> Any:
+        """The error, names of files and contents"""
+        settings = {"enable_checkpointing": True, "callbacks": [make(bench.root)]}
+        return bench.raised(lambda: bench.fit(seeded(lambda: Fails(2)), **settings)), bench.contents()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step == 2:
-            raise ZeroDivisionError
-        return super().training_step(batch, batch_idx)
-
-
-@feature("ModelCheckpoint(save_on_exception)")
-def checkpoint_on_exception(bench: Bench) -> Any:
-    """The error, names of files and contents"""
-    callback = ModelCheckpoint(bench.root, "{step}", save_on_exception=True)
-    error = bench.raised(lambda: bench.fit(seeded(Raises), enable_checkpointing=True, callbacks=[callback]))
-    return error, bench.contents()
+    return saved
 
 
-@feature("OnExceptionCheckpoint")
-def on_exception_checkpoint(bench: Bench) -> Any:
-    """The error, and what is in the file"""
-
-    keeps = variant(cb.OnExceptionCheckpoint, teardown=lambda *_, **__: None)  # Lightning's removes the file
-    callbacks = [keeps(bench.root)]
-    error = bench.raised(lambda: bench.fit(seeded(Raises), enable_checkpointing=True, callbacks=callbacks))
-    return error, bench.contents()
+_KEEPS = variant(cb.OnExceptionCheckpoint, teardown=lambda *_, **__: None)  # Lightning's removes the file
+_SAVES = partial(ModelCheckpoint, filename="{step}", save_on_exception=True)
+feature("ModelCheckpoint(save_on_exception)")(_interrupted(_SAVES))
+feature("OnExceptionCheckpoint")(_interrupted(_KEEPS))
 
 
 @feature("LearningRateMonitor")

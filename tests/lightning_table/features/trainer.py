@@ -156,11 +156,7 @@ class Norm(Lit):
 
 
 feature("sync_batchnorm", ddp_raises="SyncBatchNorm", fit={"sync_batchnorm": True, "count": 8})(Norm)
-
-
-@feature("BatchNorm without sync_batchnorm")
-def batchnorm(bench: Bench) -> Any:
-    return bench.fit(seeded(Norm)).seen
+feature("BatchNorm without sync_batchnorm")(variant(Norm))
 
 
 @feature("estimated_stepping_batches, num_training_batches, world_size", fit={"accumulate_grad_batches": 2})
