@@ -140,9 +140,9 @@ def test_a_user_without_a_home_gets_one(enter, tmp_path: Path, home: str) -> Non
 
 
 def test_runs_go_where_the_environment_says(tmp_path: Path) -> None:
-    """What the entry point relies on."""
+    """What the entry point relies on; ranks of one torchrun share a folder."""
     command = ("python", "-m", "lightning_zero.train", "--cfg", "hydra", "--resolve")
-    done = run_command(*command, LIGHTNING_ZERO_RUNS=tmp_path / "runs")
+    done = run_command(*command, LIGHTNING_ZERO_RUNS=tmp_path / "runs", TORCHELASTIC_RUN_ID="abc")
     config = yaml.safe_load(done.stdout)["hydra"]
-    for key, name in (("run", "train"), ("sweep", "sweep")):
-        assert Path(config[key]["dir"]).parent == tmp_path / "runs" / name
+    assert Path(config["run"]["dir"]) == tmp_path / "runs" / "train" / "torchrun-abc"
+    assert Path(config["sweep"]["dir"]).parent == tmp_path / "runs" / "sweep"

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 
 
 def on_rank_0(*arguments: Any) -> None:
-    """Rank 0 converts alone."""
     if dist.get_rank() == 0:
         assert main(["convert", *map(str, arguments)]) == 0
     dist.barrier()

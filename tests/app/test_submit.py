@@ -326,13 +326,11 @@ def test_outside_of_a_job_a_run_for_a_cluster_is_refused(monkeypatch: pytest.Mon
     jobs.check_inside(slurm())
 
 
-def test_a_refused_run_says_so_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_refused_run_says_so_to_the_script(in_process: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ranks that do not come are no refusal: the job goes back to the queue."""
     monkeypatch.setenv("LIGHTNING_ZERO_OUTCOME", str(tmp_path / "outcome"))
     with pytest.raises(SystemExit), train.refusals():
         raise StartError("rank 3 did not come")
     assert not (tmp_path / "outcome").exists()
-    monkeypatch.setattr(sys, "argv", ["train", "zero/stage=7"])
-    with pytest.raises(SystemExit, match="2"):
-        train.main()
+    assert in_process(train, "zero/stage=7")[0] == 2
     assert (tmp_path / "outcome").read_text() == "refused\n"

@@ -7,9 +7,9 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
 from lightning_zero.app import sweep, train
 from lightning_zero.config import ConfigError
@@ -26,22 +26,16 @@ sys.exit(seed == 3)
 """
 
 
-def test_each_run_is_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_run_is_a_job(in_process: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text(SBATCH.format(python=sys.executable))
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "_entered", False)
     monkeypatch.setattr(sweep, "failed", [])
     settings = ("cluster=slurm", "cluster.nodes=2", "cluster.time=1:00:00", "optimized_metric=bits")
-    monkeypatch.setattr(sys, "argv", ["train", "--multirun", "seed=2,3", "hydra.sweep.dir=s", *settings])
-    GlobalHydra.instance().clear()
-    with pytest.raises(SystemExit) as stop:
-        train.main()
-    out = capfd.readouterr().out
-    assert stop.value.code == 1 and out.count("4711 ['--parsable', '--wait']") == 2, out
+    code, out, _ = in_process(train, "--multirun", "seed=2,3", "hydra.sweep.dir=s", *settings)
+    assert code == 1 and out.count("4711 ['--parsable', '--wait']") == 2, out
     assert "=== run 1 has failed, with exit status 1" in out and "run 0 has failed" not in out
     for number, seed in enumerate((2, 3)):
         text = (tmp_path / "s" / str(number) / "script").read_text()

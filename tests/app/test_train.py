@@ -48,11 +48,10 @@ class Lit(LightningModule):
 """
 
 
-def run(
-    folder: Path, *overrides: str, module: tuple[str, ...] = ("-m", "lightning_zero.train"), code: int | None = 0
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *overrides: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+    command = ("python", "-m", "lightning_zero.train", *overrides)
     more = {"PYTHONPATH": f"{ROOT}:{folder}", "XDG_CACHE_HOME": folder / "cache"}
-    return run_command("python", *module, *overrides, folder=folder, timeout=LIMIT_S, code=code, **more)
+    return run_command(*command, folder=folder, timeout=LIMIT_S, code=code, **more)
 
 
 def alone(folder: Path, *overrides: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -225,14 +224,6 @@ def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
     others = {"cache", "__pycache__", "matplotlib"}
     there = {f.name for f in [*tmp_path.iterdir(), *(tmp_path / "cache").glob("*")]}
     assert there - others == {"run", "users_model.py", "words.txt"}
-
-
-@pytest.mark.full
-def test_ranks_of_torchrun_share_a_run_folder(tmp_path: Path) -> None:
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_zero.train")
-    done = run(tmp_path, "experiment=tiny", "trainer.accelerator=cpu", "trainer.max_steps=4", module=launch)
-    assert len(list((tmp_path / "outputs" / "train").iterdir())) == 1
-    bits_per_byte(done.stdout)
 
 
 @pytest.mark.full

@@ -110,8 +110,9 @@ def test_a_kill_leaves_the_old_folder_or_the_new_one(
     assert {p.read_text() for p in tmp_path.glob("last.ckpt/**/*") if p.is_file()} == {ends}
 
 
+@pytest.mark.parametrize("new", ["folder", "file"])
 @pytest.mark.parametrize("old", ["none", "file", "folder", "link"])
-def test_a_folder_in_the_place_of_anything(old: str, tmp_path: Path) -> None:
+def test_a_folder_or_file_in_the_place_of_anything(old: str, new: str, tmp_path: Path) -> None:
     path = tmp_path / "last_1.ckpt"
     if old == "file":
         path.write_text("old")
@@ -120,11 +121,14 @@ def test_a_folder_in_the_place_of_anything(old: str, tmp_path: Path) -> None:
     elif old == "link":
         write_folder(tmp_path / "best.ckpt", "old")
         path.symlink_to("best.ckpt")
-    write_folder(path, "new")
-    assert (path / "deep" / "b").read_text() == "new" and not path.is_symlink()
+    if new == "folder":
+        write_folder(path, "new")
+        assert (path / "deep" / "b").read_text() == "new"
+    else:
+        write_whole(path)
+        assert path.is_file()
+    assert not path.is_symlink()
     assert not (tmp_path / "best.ckpt").exists() or (tmp_path / "best.ckpt" / "a").read_text() == "old"
-    write_whole(path)
-    assert path.is_file()
     assert {p.name for p in tmp_path.iterdir()} <= {"last_1.ckpt", "best.ckpt"}
 
 
@@ -270,17 +274,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
-    io = ZeroCheckpointIO()
-    io.save_checkpoint(OLD, tmp_path / "best.ckpt")
-    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
-    io.save_checkpoint(NEW, tmp_path / "last.ckpt")
-    assert not (tmp_path / "last.ckpt").is_symlink()
-    assert torch.equal(torch.load(tmp_path / "best.ckpt")["value"], OLD["value"])
-
-
 def test_addresses_of_fsspec_are_taken(tmp_path: Path) -> None:
-    """What fsspec takes counts: with ``file://``, and other kinds of file systems."""
     io = ZeroCheckpointIO()
     io.save_checkpoint(NEW, f"file://{tmp_path}/a.ckpt")
     assert torch.load(tmp_path / "a.ckpt").keys() == NEW.keys()

@@ -1,10 +1,11 @@
-"""What ranks of one machine share, and which cores a rank runs on."""
+"""What ranks of one machine share, which cores a rank runs on, and how many threads its kernels take."""
 
 from __future__ import annotations
 
 import os
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, available_cpus, own_path, ranks_on_disk, share_of_machine
 from lightning_zero.config import ConfigError
 from lightning_zero.device import cuda
-from lightning_zero.device.host_threads import bind_to
+from lightning_zero.device.host_threads import bind_to, set_own_threads
+from lightning_zero.optimizers.low_bits import in_threads
 from tests.comm.test_communicator import communicator
 from tests.harness import on_ranks
 
@@ -120,3 +122,46 @@ def test_a_process_is_bound_with_its_threads_to_those_of_its_cores_that_are_near
         thread.join()
         for task in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(task), allowed)
+
+
+# -- threads of kernels -----------------------------------------------------------------------------------------------
+
+
+def in_new_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_keeps_its_number_and_others_theirs() -> None:
+    """Also where it sets it again, as the worker of a step does for each, and where it steps pieces in threads."""
+    found: dict[str, int] = {}
+    ours, set_in_main = threading.Event(), threading.Event()
+    before = torch.get_num_threads()
+
+    def look(who: str) -> None:
+        found[who] = torch.get_num_threads()
+
+    def work() -> None:
+        set_own_threads(2)
+        in_new_thread(lambda: look("its own"))
+        set_own_threads(1)
+        in_threads(lambda left, _: [None for _ in left], range(4), ["one", "two"])
+        in_new_thread(lambda: look("its own later"))
+        ours.set()
+        assert set_in_main.wait(60)
+        torch.ones(1 << 20).sum()  # at its first kernel a thread that never asked takes the number that was set last
+        look("ours")
+
+    thread = threading.Thread(target=work)
+    try:
+        torch.set_num_threads(3)
+        thread.start()
+        assert ours.wait(60)
+        in_new_thread(lambda: look("later"))
+        torch.set_num_threads(4)
+        set_in_main.set()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert found == {"its own": 3, "its own later": 3, "later": 3, "ours": 1}

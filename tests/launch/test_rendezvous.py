@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -39,9 +38,7 @@ def meet(
         arguments: dict[str, Any] = {"own": member(rank, world_size), "shared": SHARED}
         change(rank, arguments)
         try:
-            # A connection waits for one thing at a time.
-            connection = store.clone() if isinstance(store, dist.TCPStore) else store
-            joins = Rendezvous(connection, where="node0:1", timeout_s=timeout_s, per_node=2, **arguments)
+            joins = Rendezvous(store, where="node0:1", timeout_s=timeout_s, per_node=2, **arguments)
             found[index] = joins.join()
         except StartError as error:
             found[index] = error
@@ -184,10 +181,3 @@ def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     said = r"MASTER_ADDR: expected an address of the node of rank 0, .* got 192\.0\.2\.1"
     with pytest.raises(StartError, match=said):
         open_store("192.0.2.1", 1, rank=0, timeout=timedelta(seconds=5), wait_s=60)
-
-
-def test_ranks_meet_over_a_tcp_store() -> None:
-    store = open_store("127.0.0.1", 0, rank=0, timeout=timedelta(seconds=5), wait_s=5)
-    found = meet([0, 1, 2], 3, store=store)
-    assert len(found[0]) == 3 and found[1] == found[2] == {}
-    assert json.loads(dist.PrefixStore("lightning_zero/start/1", store).get("shared")) == SHARED

@@ -10,15 +10,12 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import MIB, ConfigError
@@ -28,8 +25,6 @@ from lightning_zero.tiers.aio import RETRY_PAUSES_S, DiskError, DiskFile, Syscal
 from lightning_zero.tiers.pages import PAGE, HostPages, StagingRing, byte_view
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
-
-FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def memory_of(nbytes: int, seed: int = 0) -> memoryview:
@@ -62,26 +57,6 @@ def descriptors() -> set[Path]:
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
-
-
-@FEW
-@given(
-    requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 700)), min_size=1, max_size=5),
-    threads=st.integers(1, 4),
-    direct=st.booleans(),
-)
-def test_what_is_written_is_read(tmp_path: Path, requests: list[tuple[int, int]], threads: int, direct: bool) -> None:
-    size = max(first + pages for first, pages in requests) * PAGE
-    expected = bytearray(size)
-    with disk_file(tmp_path, size, threads=threads, syscalls=None if direct else refusing("open")) as file:
-        for seed, (first, pages) in enumerate(requests):
-            data = memory_of(pages * PAGE, seed)
-            file.write(first * PAGE, data, "w").result(timeout=10)
-            expected[first * PAGE : (first + pages) * PAGE] = data
-        out = memory_of(size)
-        file.read(0, out, "r").result(timeout=10)
-        assert out == expected
-        assert (tmp_path / "data").read_bytes() == expected
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -309,20 +284,3 @@ def test_a_ring_that_is_too_small_is_an_error_that_names_the_holders() -> None:
     ring.acquire("again")
     with pytest.raises(ValueError, match="at least one"):
         StagingRing(0, PAGE)
-
-
-def test_threads_never_share_a_buffer() -> None:
-    ring = StagingRing(3, PAGE)
-
-    def work(seed: int) -> None:
-        for _ in range(100):
-            buffer = ring.acquire()
-            tensor = buffer.tensor(torch.int64, 8)
-            tensor.fill_(seed)
-            time.sleep(0.0002)
-            assert tensor.tolist() == [seed] * 8 and len(ring._lent) <= 3
-            buffer.release()
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(work, range(6)))
-    assert not ring._lent

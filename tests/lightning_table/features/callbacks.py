@@ -149,13 +149,12 @@ def ema(bench: Bench) -> Any:
     return ran.seen, bench.contents()
 
 
-class Flat(Lit):
+def flat(**settings: Any) -> Lit:
     """Without layer norms, whose weights have one dimension."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        for block in self.blocks:
-            block.norm = nn.Identity()
+    module = Lit(**settings)
+    for block in module.blocks:
+        block.norm = nn.Identity()
+    return module
 
 
 class Pruning(cb.ModelPruning):
@@ -182,7 +181,7 @@ def pruning(bench: Bench) -> Any:
     found = []
     for settings in PRUNINGS:
         callback = Pruning("l1_unstructured", amount=0.3, **settings)
-        ran = bench.fit(seeded(lambda: Flat(optimizer="adamw", lr=0.2)), callbacks=[callback])
+        ran = bench.fit(seeded(lambda: flat(optimizer="adamw", lr=0.2)), callbacks=[callback])
         file = torch.load(ran.save(), weights_only=False)
         assert sum(int((value == 0).sum()) for value in file["state_dict"].values()) > 30
         found.append((ran.seen, dict(sorted(file["state_dict"].items()))))
@@ -194,7 +193,7 @@ def pruning(bench: Bench) -> Any:
 def pruning_structured(bench: Bench) -> Any:
     by_norm = {"use_global_unstructured": False, "pruning_dim": 0, "pruning_norm": 1, "parameter_names": ["weight"]}
     callback = cb.ModelPruning("ln_structured", amount=0.3, use_lottery_ticket_hypothesis=False, **by_norm)
-    return bench.fit(seeded(Flat), callbacks=[callback]).seen
+    return bench.fit(seeded(flat), callbacks=[callback]).seen
 
 
 class Backbone(Lit):
@@ -237,30 +236,19 @@ feature("BackboneFinetuning", beside="auto")(_finetuned(cb.BackboneFinetuning, *
 feature("BaseFinetuning", beside="auto")(_finetuned(Unfreeze))
 
 
-class Tuned(Lit):
-    """Whose rate and batch size a tuner changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr, self.batch_size = 0.05, 2
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-
 @feature("LearningRateFinder")
 def learning_rate_finder(bench: Bench) -> Any:
     """The rate it finds, losses and weights after it"""
     callbacks = [cb.LearningRateFinder(num_training_steps=16)]
-    ran = bench.fit(seeded(Tuned), count=96, max_epochs=1, callbacks=callbacks)
-    assert ran.module.lr != 0.05
-    return ran.module.lr, ran.weights, [path for path in bench.files() if "lr_find" in path]
+    ran = bench.fit(count=96, max_epochs=1, callbacks=callbacks)
+    assert ran.module.hparams.lr != 0.05
+    return ran.module.hparams.lr, ran.weights, [path for path in bench.files() if "lr_find" in path]
 
 
 @feature("BatchSizeFinder", ddp_raises="distributed")
 def batch_size_finder(bench: Bench) -> Any:
     """Lightning finds a batch size on one rank only"""
-    return bench.fit(seeded(Tuned), callbacks=[cb.BatchSizeFinder()])
+    return bench.fit(callbacks=[cb.BatchSizeFinder()])
 
 
 @feature("Timer")

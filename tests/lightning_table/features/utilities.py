@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.model_summary import summarize
 from torch import nn
 
 from tests.lightning_table.bench import Bench, Notes, Ran
-from tests.lightning_table.features.callbacks import Tuned
 from tests.lightning_table.table import heading
 from tests.trainer.toys import Lit, _quiet, seeded
 
@@ -129,7 +128,7 @@ def pytorch_profiler(bench: Bench) -> Any:
 @feature("Tuner.lr_find")
 def lr_find(bench: Bench) -> Any:
     """Rates, losses, the suggestion; losses and weights after it"""
-    module, of = seeded(Tuned), bench.trainer()
+    module, of = seeded(Lit), bench.trainer()
     with contextlib.redirect_stderr(io.StringIO()):
         found = Tuner(of).lr_find(module, bench.loader(count=96), num_training=16, update_attr=True)
     return dict(found.results), found.suggestion(), bench.fit(module).seen
@@ -138,7 +137,7 @@ def lr_find(bench: Bench) -> Any:
 @feature("Tuner.scale_batch_size", ddp_raises="distributed")
 def scale_batch_size(bench: Bench) -> Any:
     """Lightning finds a batch size on one rank only"""
-    return Tuner(bench.trainer()).scale_batch_size(seeded(Tuned), bench.loader())
+    return Tuner(bench.trainer()).scale_batch_size(seeded(Lit), bench.loader())
 
 
 @feature("torch.compile(module)", slow=True)
