@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import types
@@ -121,7 +122,8 @@ def test_a_process_is_bound_with_its_threads_to_those_of_its_cores_that_are_near
         waits.set()
         thread.join()
         for task in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(task), allowed)
+            with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+                os.sched_setaffinity(int(task), allowed)
 
 
 # -- threads of kernels -----------------------------------------------------------------------------------------------

@@ -131,11 +131,10 @@ def predict(
     clips: bool = False,
     micro_batches: int = 1,
     ranks: int = 1,
-    mutations: Sequence[tuple[str, Any]] = (),
 ) -> Predicted:
-    """A step of stage 3, with ``tokens`` on one rank; ``mutations`` as of :func:`on_paper`."""
+    """A step of stage 3, with ``tokens`` on one rank."""
     steps = 2
-    with on_paper(ranks, mutations) as (machine, folder):
+    with on_paper(ranks, ()) as (machine, folder):
         model = nn.Sequential(*(block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 8, bias=False))
         held = sum(p.numel() for p in model.parameters())
         scale = PARAMETERS / held

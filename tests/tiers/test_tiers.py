@@ -174,13 +174,6 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken() -> None:
     refused(lambda: HostTier(available=lambda: 1 << 62).reserve([Wanted("a", 1 << 50, torch.float32)]), "refused it")
 
 
-def fake_system(root: Path, files: dict[str, str], available_kib: int = 1000) -> Path:
-    for name, text in {"proc/meminfo": f"MemTotal: 5000 kB\nMemAvailable: {available_kib} kB\n", **files}.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
 def cgroup(kind: int, limit: object, usage: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kind == 1 else ("memory.max", "memory.current")
     prefix = "total_" if kind == 1 else ""
@@ -213,7 +206,10 @@ V1_SELF = "11:cpu,cpuacct:/x\n4:hugetlb,memory:/job/a\n0::/\n"
     ],
 )
 def test_available_memory_is_the_cgroups(tmp_path: Path, files: dict[str, str], expected: int) -> None:
-    assert available_host_memory(fake_system(tmp_path, files)) == expected
+    for name, text in {"proc/meminfo": "MemTotal: 5000 kB\nMemAvailable: 1000 kB\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_host_memory(tmp_path) == expected
 
 
 # -- nvme -------------------------------------------------------------------------------------------------------------
