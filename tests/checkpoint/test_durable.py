@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -168,10 +169,7 @@ def test_a_link_that_was_not_renamed_goes_and_its_process_makes_another(
 
 
 def test_without_locks_a_file_must_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
     left = [tmp_path / durable.part_name(name) for name in ("new.ckpt", "long-ago.ckpt")]
     for path in left:
         path.mkdir()

@@ -325,8 +325,7 @@ def test_each_kind_of_device_may_have_a_backend_of_its_own() -> None:
 def test_a_group_is_made_without_a_split_of_the_default_group() -> None:
     """Ranks that are not in it would have to take part."""
     default: Any = dist.distributed_c10d._get_default_group()
-    seen: list[Any] = []
-    new_group = dist.new_group
+    seen, new_group = list[Any](), dist.new_group
 
     def made(*args: Any, **kwargs: Any) -> Any:
         seen.append(default.bound_device_id)

@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -287,8 +288,7 @@ def test_an_nvme_budget_and_a_full_disk_are_refused_before_training(tmp_path: Pa
 
 
 def test_paths_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    def read_only(path: str, flags: int, mode: int) -> int:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    read_only = mock.Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
 
     def read_only_data(path: str, flags: int, mode: int) -> int:
         return os.open(path, flags, mode) if path.endswith(".lock") else read_only(path, flags, mode)

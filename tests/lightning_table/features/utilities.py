@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import re
 import sys
 from typing import Any
 
@@ -90,26 +91,22 @@ class Looks(Notes):
         self.noted.append(str(summarize(self, max_depth=-1)))
 
 
-def _strategy_out(name: str) -> str:
-    """Actions of a strategy have its class in their name."""
-    return name.replace("[Strategy]DDPStrategy", "[Strategy]").replace("[Strategy]ZeroStrategy", "[Strategy]")
+def _profiled(kind: Any, actions: Any) -> Any:
+    def body(bench: Bench) -> Any:
+        """Names of actions, of a SimpleProfiler with their numbers; files"""
+        profiler = kind(bench.root, "out")
+        ran = bench.fit(profiler=profiler)
+        # Actions of a strategy have its class in their name.
+        names = {re.sub(r"]\w+Strategy", "]", name): number for name, number in actions(profiler).items()}
+        return ran.seen, dict(sorted(names.items())), bench.files("out*")
+
+    return body
 
 
-@feature("SimpleProfiler")
-def simple(bench: Bench) -> Any:
-    """Names of actions and their numbers, files"""
-    profiler = SimpleProfiler(bench.root, "out")
-    ran = bench.fit(profiler=profiler)
-    actions = {_strategy_out(name): len(times) for name, times in profiler.recorded_durations.items()}
-    return ran.seen, dict(sorted(actions.items())), bench.files("out*")
-
-
-@feature("AdvancedProfiler")
-def advanced(bench: Bench) -> Any:
-    """Names of actions, files"""
-    profiler = AdvancedProfiler(bench.root, "out")
-    ran = bench.fit(profiler=profiler)
-    return ran.seen, sorted(map(_strategy_out, profiler.profiled_actions)), bench.files("out*")
+feature("SimpleProfiler")(
+    _profiled(SimpleProfiler, lambda of: {name: len(times) for name, times in of.recorded_durations.items()})
+)
+feature("AdvancedProfiler")(_profiled(AdvancedProfiler, lambda of: dict.fromkeys(of.profiled_actions)))
 
 
 @feature("PyTorchProfiler", slow=True)
