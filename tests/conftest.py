@@ -75,7 +75,7 @@ def nothing_leaks() -> Iterator[None]:
     threads, environ = set(threading.enumerate()), _environ()
     yield
     deadline = time.monotonic() + 2
-    while (left := _new_threads(threads)) and time.monotonic() < deadline:
+    while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, f"threads left behind: {sorted(t.name for t in left)}"
     changed = {key for key, _ in environ.items() ^ _environ().items()}
@@ -84,7 +84,3 @@ def nothing_leaks() -> Iterator[None]:
 
 def _environ() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in _NOT_OURS}
-
-
-def _new_threads(known: set[threading.Thread]) -> set[threading.Thread]:
-    return {t for t in threading.enumerate() if t not in known and t.is_alive()}

@@ -130,9 +130,9 @@ def on_ranks(
 
 
 def run_command(
-    *words: object, folder: Path = ROOT, timeout: float = 200.0, **environ: object
+    *words: object, folder: Path = ROOT, timeout: float = 200.0, code: int | None = None, **environ: object
 ) -> subprocess.CompletedProcess[str]:
-    """What a program gives that runs to its end: its exit code and what it prints.
+    """What a program gives that runs to its end: its exit code, which must be ``code``, and what it prints.
 
     It takes the packages of this tree, wherever it runs, and computes on one thread. ``"python"`` is the one that runs
     this. ``environ``: variables to set; those of launchers are taken away.
@@ -141,13 +141,21 @@ def run_command(
     paths = [str(ROOT), *filter(None, [given.get("PYTHONPATH")])]
     given |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in environ.items()}
     command = [sys.executable if word == "python" else str(word) for word in words]
-    return subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=timeout)
+    assert code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
 
 
 def forked(
-    call: Callable[[], object], folder: Path, argv: Sequence[str], *, timeout: float = 200.0, **environ: str
+    call: Callable[[], object],
+    folder: Path,
+    argv: Sequence[str],
+    *,
+    timeout: float = 200.0,
+    code: int | None = None,
+    **environ: str,
 ) -> subprocess.CompletedProcess[str]:
-    """What a command gives whose Python code is ``call``: its exit code and what it prints.
+    """What a command gives whose Python code is ``call``: its exit code, which must be ``code``, and what it prints.
 
     It is a fork of this process: seconds of imports are not done again. What it starts by itself are real processes.
 
@@ -171,6 +179,7 @@ def forked(
             said.append(file.read())
     assert not late, f"took longer than {timeout:g} s\n{said[0]}\n{said[1]}"
     assert process.exitcode is not None
+    assert code in (None, process.exitcode), f"exit code {process.exitcode}\n{said[0]}\n{said[1]}"
     return subprocess.CompletedProcess(list(argv), process.exitcode, *said)
 
 

@@ -91,7 +91,7 @@ def _parameters(item: pytest.Item) -> set[tuple[str, str]]:
     shown = {("", "")}
     if not hasattr(item, "callspec"):
         return shown
-    values = dict(item.callspec.params)
+    values, is_smoke = dict(item.callspec.params), item.get_closest_marker("smoke") is not None
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
         given = {name: values.pop(name) for name in names}
@@ -100,7 +100,7 @@ def _parameters(item: pytest.Item) -> set[tuple[str, str]]:
             given = fields
         elif not given.keys() <= AXES:
             given = {",".join(given): list(given.values())}
-        shown |= {(name, repr(value)) for name, value in given.items() if name not in AXES or _is_smoke(item)}
+        shown |= {(name, repr(value)) for name, value in given.items() if name not in AXES or is_smoke}
     return shown | {(name, repr(value)) for name, value in values.items()}
 
 
@@ -112,10 +112,6 @@ def _values(item: pytest.Item) -> set[tuple[str, str]]:
 def _lot(item: pytest.Item) -> int:
     """Give a number that is the same in every process, and spreads over stages and numbers of ranks."""
     return zlib.crc32(item.nodeid.encode())
-
-
-def _is_smoke(item: pytest.Item) -> bool:
-    return item.get_closest_marker("smoke") is not None
 
 
 def _fields(value: Any) -> dict[str, Any] | None:

@@ -1,21 +1,27 @@
-"""What is shipped: a wheel that works without the repository, bounds that are true, no names of machines."""
+"""What is shipped: a wheel that works without the repository, bounds that are true, no names of machines, images."""
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
 import tomllib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import lightning_zero.__main__ as entry_point
@@ -108,8 +114,7 @@ def test_ci_runs_both_tiers_in_its_time() -> None:
 
 def test_make_targets_are_there_and_install_by_themselves() -> None:
     targets = ("train", "smoke", "test", "test-full", "test-slurm", "bench", "bench-checkpoint", "lint", "clean")
-    done = run_command("make", "-n", "VENV=no-such-venv", *targets, "ARGS=seed=7")
-    assert done.returncode == 0, done.stderr
+    done = run_command("make", "-n", "VENV=no-such-venv", *targets, "ARGS=seed=7", code=0)
     parts = ["-m venv no-such-venv", "-m lightning_zero.train seed=7", "-m pytest", "tests/slurm/lab.sh install"]
     parts += ["-e '.[test]'", "-m benchmarks.bench", "-m benchmarks.checkpoint"]
     assert [part for part in parts if part not in done.stdout] == []
@@ -150,8 +155,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("lightning_zero", "hydra_plugins", "tests", "examples"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     pip = ("python", "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder, source)
-    done = run_command(*pip, timeout=250)
-    assert done.returncode == 0, done.stderr
+    run_command(*pip, timeout=250, code=0)
     return next(folder.glob("*.whl"))
 
 
@@ -194,3 +198,136 @@ def test_the_wheel_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
     plugins = "from importlib.metadata import entry_points; print(entry_points(group='hydra.plugins'))"
     assert "hydra_plugins.lightning_zero_plugin" in call("-c", plugins)
+
+
+DOCKER = ROOT / "docker"
+PINS = {
+    r.name: r
+    for line in (DOCKER / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+    for r in [Requirement(line)]
+}
+
+
+def version(name: str) -> str:
+    (specifier,) = PINS[name].specifier
+    assert specifier.operator == "==", f"{name} is not pinned"
+    assert "*" not in specifier.version
+    return specifier.version
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_pins_are_exact_and_within_the_bounds_of_the_project() -> None:
+    assert all(version(name) for name in PINS)
+    for text in PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]:
+        assert Requirement(text).specifier.contains(version(Requirement(text).name)), text
+    assert f"torch=={version('torch')}" in (ROOT / "constraints-cpu.txt").read_text().splitlines()
+
+
+@pytest.mark.full
+def test_every_package_that_is_needed_is_pinned_and_the_pins_agree() -> None:
+    """Follows the requirements of the packages that the tests run on."""
+    waiting = [Requirement(text) for text in PROJECT["project"]["dependencies"]]
+    seen: set[tuple[str, str]] = set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        extras = ["", *requirement.extras]
+        assert name in PINS, f"{name} is not in docker/constraints.txt"
+        assert requirement.specifier.contains(version(name)), f"{requirement}: {version(name)} is pinned"
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a part of the CUDA build
+        if Version(found.version).base_version != Version(version(name)).base_version:
+            continue  # another version may ask for other packages
+        for text in found.requires or []:
+            more = Requirement(text)
+            wanted = more.marker is None or any(more.marker.evaluate({"extra": extra}) for extra in extras)
+            if wanted and (name, text) not in seen:
+                seen.add((name, text))
+                waiting.append(more)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_user_is_not_root_and_owns_nothing_that_is_copied(kind: str) -> None:
+    text = (DOCKER / f"Dockerfile.{kind}").read_text()
+    image = text[text.rindex("\nFROM ") :]
+    assert all(int(number) > 0 for number in re.findall(r"^ARG [UG]ID=(\d+)$", image, re.MULTILINE))
+    assert re.findall(r"^USER (\S+)$", image, re.MULTILINE) == ["${UID}:${GID}"]
+    assert "--chown" not in image and image.index("\nUSER") > max(image.rindex("\nRUN"), image.rindex("\nCOPY"))
+
+
+# -- the entry point ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def enter(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the entry point with a ``python`` that prints its arguments and some of its environment."""
+    programs, runs = tmp_path / "bin", tmp_path / "runs"
+    programs.mkdir()
+    runs.mkdir()
+    (programs / "python").write_text(
+        '#!/bin/sh\necho "main job: $* in $LIGHTNING_ZERO_RUNS"\necho "home: $HOME"\nexit 7\n'
+    )
+    (programs / "python").chmod(0o755)
+
+    def call(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": f"{programs}:/usr/bin:/bin", "LIGHTNING_ZERO_RUNS": str(runs), "HOME": str(tmp_path), **environ}
+        command = ["sh", str(DOCKER / "entrypoint.sh"), *arguments]
+        return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    return call
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arguments", [(), ("experiment=tiny", "data.path=a b"), ("+a=1",), ("~logger",), ("tipo",)])
+def test_overrides_go_to_the_main_job(enter: Any, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = enter(*arguments)
+    words = " ".join(("-m", "lightning_zero", *arguments))
+    assert done.stdout.splitlines()[0] == f"main job: {words} in {tmp_path}/runs"
+    assert done.returncode == 7, "the exit code is that of the main job"
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.full
+def test_a_folder_that_cannot_be_written_is_refused_where_one_is_needed(enter: Any, tmp_path: Path) -> None:
+    nowhere = {"LIGHTNING_ZERO_RUNS": "/proc/self"}  # where root cannot write either
+    done = enter("experiment=tiny", **nowhere)
+    assert (done.returncode, done.stdout) == (2, "")
+    first = done.stderr.splitlines()[0]
+    user = f"{os.getuid()}:{os.getgid()}"
+    assert first.startswith(f"error: /proc/self: expected a folder that user {user} can write in, got: ")
+    assert f"folder of user {user} with mode 555" in first
+    assert "--user" in done.stderr
+    missing = enter(LIGHTNING_ZERO_RUNS=str(tmp_path / "none"))
+    assert missing.returncode == 2 and "No such file or directory. Mount one" in missing.stderr
+    for flag in ("--help", "--cfg", "--info=searchpath", "hydra.run.dir=elsewhere"):
+        assert enter(flag, **nowhere).returncode == 7
+    done = enter("sh", "-c", "echo $LIGHTNING_ZERO_RUNS; exit 3", **nowhere)  # another program
+    assert (done.returncode, done.stdout) == (3, "/proc/self\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("home", ["/proc/self", "/no/such", ""])
+def test_a_user_without_a_home_gets_one(enter: Any, tmp_path: Path, home: str) -> None:
+    done = enter(HOME=home, TMPDIR=str(tmp_path))
+    made = tmp_path / f"lightning_zero-{os.getuid()}"
+    assert done.stdout.splitlines()[1] == f"home: {made}"
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    done = enter(HOME=home, TMPDIR="/no/scratch")
+    assert done.stdout.splitlines()[1] == f"home: /tmp/lightning_zero-{os.getuid()}"
+
+
+@pytest.mark.full
+def test_runs_go_where_the_environment_says(tmp_path: Path) -> None:
+    """What the entry point relies on; ranks of one torchrun share a folder."""
+    command = ("python", "-m", "lightning_zero.train", "--cfg", "hydra", "--resolve")
+    done = run_command(*command, LIGHTNING_ZERO_RUNS=tmp_path / "runs", TORCHELASTIC_RUN_ID="abc")
+    config = yaml.safe_load(done.stdout)["hydra"]
+    assert Path(config["run"]["dir"]) == tmp_path / "runs" / "train" / "torchrun-abc"
+    assert Path(config["sweep"]["dir"]).parent == tmp_path / "runs" / "sweep"

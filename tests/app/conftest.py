@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 
 @pytest.fixture
 def in_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs the command of a module with overrides, in an empty folder: exit code, stdout and stderr."""
     from hydra.core.global_hydra import GlobalHydra
@@ -25,11 +26,11 @@ def in_process(
         GlobalHydra.instance().clear()
         monkeypatch.setattr(train, "_entered", False)
         monkeypatch.setattr(sys, "argv", [module.__name__.rpartition(".")[2], *overrides])
-        code = 0
+        code: Any = 0
         try:
             module.main()
         except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, *capsys.readouterr()
+            code = stop.code or 0
+        return code, *capfd.readouterr()
 
     return run

@@ -1,8 +1,10 @@
-"""Submitting without SLURM: the script's text, what is checked before, and a sbatch that only writes down."""
+"""Submitting runs and sweeps without SLURM: the script's text, what is checked before, a sbatch that writes down."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import json
 import os
 import shlex
 import subprocess
@@ -14,11 +16,12 @@ from typing import Any
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
 
-from lightning_zero.app import jobs, submit, train
+from lightning_zero.app import jobs, submit, sweep, train
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName, ContainerRuntime, seconds_of
 from lightning_zero.config import ConfigError
+from lightning_zero.ranks.rendezvous import StartError
 
 SMALL = ("experiment=tiny", "data.path=words.txt")
 SIZE = ("cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.time=24:00:00", "cluster.partition=long")
@@ -140,14 +143,6 @@ def test_a_container_wraps_the_command() -> None:
     assert " --nv " not in text_of(slurm(**settings, gpus_per_node=0, tasks_per_node=1))
 
 
-def test_a_refused_run_says_so_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LIGHTNING_ZERO_OUTCOME", str(tmp_path / "outcome"))
-    monkeypatch.setattr(sys, "argv", ["train", "zero/stage=7"])
-    with pytest.raises(SystemExit, match="2"):
-        train.main()
-    assert (tmp_path / "outcome").read_text() == "refused\n"
-
-
 @pytest.mark.parametrize(
     ("code", "does", "earlier", "comes_back"),
     [
@@ -239,6 +234,7 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
     ("overrides", "message"),
     [
         (["cluster=none"], "cluster: expected a cluster to submit to, got none"),
+        (["cluster=none", "cluster.partition=long"], "cluster.partition has no effect with cluster=none"),
         (["cluster.nodes=0"], "cluster.nodes: expected a number >= 1, got 0"),
         (["cluster.time=86400"], "cluster.time: expected hours:minutes:seconds"),
         (["cluster.time=00:01:00"], "cluster.time: expected more than cluster.signal_delay (120 s"),
@@ -269,9 +265,7 @@ def test_mistakes_end_before_sbatch(
 ) -> None:
     fake_sbatch()
     code, _, err = command(*SMALL, *overrides)
-    assert code == 2
-    assert message in err
-    assert "Traceback" not in err
+    assert code == 2 and message in err and "Traceback" not in err, err
     assert not (tmp_path / "script").exists()
 
 
@@ -309,12 +303,6 @@ def test_times_of_slurm_are_seconds() -> None:
             seconds_of(text)
 
 
-def test_settings_without_a_cluster_are_refused() -> None:
-    assert ClusterConfig().world_size == 1
-    with pytest.raises(ConfigError, match="cluster.partition has no effect with cluster=none"):
-        ClusterConfig(partition="long")
-
-
 def test_a_run_is_fitted_to_its_cluster() -> None:
     on_cpus = slurm(gpus_per_node=0, tasks_per_node=3)
     fitted = [
@@ -340,14 +328,60 @@ def test_outside_of_a_job_a_run_for_a_cluster_is_refused(monkeypatch: pytest.Mon
     jobs.check_inside(slurm())
 
 
-def test_ranks_that_do_not_come_are_no_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The job goes back to the queue."""
-    from lightning_zero.ranks.rendezvous import StartError
-
+def test_a_refused_run_says_so_to_the_script(in_process: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks that do not come are no refusal: the job goes back to the queue."""
     monkeypatch.setenv("LIGHTNING_ZERO_OUTCOME", str(tmp_path / "outcome"))
     with pytest.raises(SystemExit), train.refusals():
         raise StartError("rank 3 did not come")
     assert not (tmp_path / "outcome").exists()
-    with pytest.raises(SystemExit), train.refusals():
-        raise ConfigError("a mistake")
-    assert (tmp_path / "outcome").exists()
+    assert in_process(train, "zero/stage=7")[0] == 2
+    assert (tmp_path / "outcome").read_text() == "refused\n"
+
+
+# -- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+SBATCH = """#!{python}
+import json, os, re, sys
+text = sys.stdin.read()
+folder = re.search(r"^run_dir=(.*)$", text, re.MULTILINE)[1].strip("'")
+open(folder + "/script", "w").write(text)
+seed = int(re.search(r"seed=(\\d+)", text)[1])
+json.dump({{"metrics": {{"bits": seed / 2}}}}, open(folder + "/results.json", "w"))
+print("4711", sys.argv[1:])
+sys.exit(seed == 3)
+"""
+
+
+def test_each_run_is_a_job(in_process: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(SBATCH.format(python=sys.executable))
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(sweep, "failed", [])
+    settings = ("cluster=slurm", "cluster.nodes=2", "cluster.time=1:00:00", "optimized_metric=bits")
+    code, out, _ = in_process(train, "--multirun", "seed=2,3", "hydra.sweep.dir=s", *settings)
+    assert code == 1 and out.count("4711 ['--parsable', '--wait']") == 2, out
+    assert "=== run 1 has failed, with exit status 1" in out and "run 0 has failed" not in out
+    for number, seed in enumerate((2, 3)):
+        text = (tmp_path / "s" / str(number) / "script").read_text()
+        assert f"    seed={seed} \\\n" in text and "    cluster=slurm \\\n" in text
+        assert "#SBATCH --nodes=2\n" in text and "#SBATCH --signal=USR1@120\n" in text and "hydra.mode=RUN" in text
+        assert json.loads((tmp_path / "s" / str(number) / "results.json").read_text())["metrics"] == {"bits": seed / 2}
+
+
+def test_without_sbatch_the_message_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cluster = sweep.ClusterConfig(name=sweep.ClusterName.slurm)
+    with pytest.raises(ConfigError, match="sbatch: expected the command on PATH, .* drop cluster=slurm"):
+        sweep.submit_job(cluster, ["seed=1"], tmp_path)
+
+
+def test_a_package_that_a_sweep_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep.check_packages(["hydra/launcher=processes", "hparams_search=grid"])
+    with pytest.raises(ConfigError, match=r"hydra/launcher=submitit_slurm: .* Drop hydra/launcher=submitit_slurm\."):
+        sweep.check_packages(["--multirun", "hydra/launcher=submitit_slurm"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'lightning-zero\[search\]'"):
+        sweep.check_packages(["hparams_search=optuna"])

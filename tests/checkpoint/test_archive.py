@@ -56,15 +56,18 @@ def contents() -> dict[str, Any]:
     }
 
 
-def write(path: Path, value: Any) -> Path:
+def write(path: Path, value: Any) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     archive.write_archive(value, fd)
     os.close(fd)
-    return path
+
+
+WRITERS = {"ours": write, "torch": lambda path, value: torch.save(value, path)}
 
 
 def test_torch_load_reads_a_file_written_by_pieces(tmp_path: Path) -> None:
-    path, value = write(tmp_path / "a.ckpt", contents()), contents()
+    path, plain, value = tmp_path / "a.ckpt", tmp_path / "plain.ckpt", contents()
+    write(path, contents())
     for mmap in (False, True):
         found = torch.load(path, weights_only=True, mmap=mmap)
         assert list(found) == list(value)
@@ -74,7 +77,6 @@ def test_torch_load_reads_a_file_written_by_pieces(tmp_path: Path) -> None:
         assert found["view"].data_ptr() == found["big"].data_ptr() + 28
         assert torch.equal(found["nested"][2]["x"], value["nested"][2]["x"])
     assert zipfile.ZipFile(path).testzip() is None
-    plain = tmp_path / "plain.ckpt"
     torch.save(value, plain)
     readers = [torch._C.PyTorchFileReader(str(file)) for file in (path, plain)]
     assert sorted(readers[0].get_all_records()) == sorted(readers[1].get_all_records())
@@ -101,13 +103,10 @@ def test_more_than_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert record.nbytes == 4 * (2**30 + 5000)
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_flipped_byte_is_found(ours: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("by", WRITERS)
+def test_a_flipped_byte_is_found(by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.ckpt"
-    if ours:
-        write(path, contents())
-    else:
-        torch.save(contents(), path)
+    WRITERS[by](path, contents())
     assert main(["verify", str(path)]) == 0
     assert "as they were written" in capsys.readouterr().out
     data = bytearray(path.read_bytes())
@@ -134,15 +133,12 @@ def test_a_flipped_byte_is_found(ours: bool, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize("ours", [True, False])
-def test_what_is_called_whole_loads_alike(ours: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("by", WRITERS)
+def test_what_is_called_whole_loads_alike(by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each flipped bit is reported, in words, or changes nothing: mapped or read, by torch alone or by us."""
     path, generator = tmp_path / "a.ckpt", random.Random(5)
     content = {"state_dict": {"a": torch.arange(20.0), "b": torch.ones(3, dtype=torch.int64)}, "hp": {"lr": 0.1}}
-    if ours:
-        write(path, content)
-    else:
-        torch.save(content, path)
+    WRITERS[by](path, content)
     data = path.read_bytes()
     with zipfile.ZipFile(path) as file:
         table = file.start_dir  # what torch.save gives no checksum

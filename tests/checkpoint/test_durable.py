@@ -16,7 +16,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +29,10 @@ from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 OLD, NEW = {"value": torch.zeros(50_000)}, {"value": torch.ones(50_000)}
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    with durable.written_aside(path) as part, os.fdopen(part.fd, "wb", closefd=False) as file:
-        write(file)
+def write_whole(path: Path, during: Callable[[], object] = lambda: None) -> None:
+    with durable.written_aside(path) as part:
+        os.write(part.fd, b"x")
+        during()
 
 
 def killed(*_: Any, **__: Any) -> Any:
@@ -46,17 +49,26 @@ def in_child(act: Callable[[], object]) -> int | None:
     return code
 
 
-def save_and_die(folder: Path, moment: str) -> None:
-    if moment == "half of the file":
-        pwrite = os.pwrite
-        os.pwrite = lambda fd, data, offset: (pwrite(fd, data[: len(data) // 2], offset), killed())
-    elif moment == "fsync":
-        os.fsync = killed
-    elif moment == "rename":
-        os.replace = os.rename = killed
-    elif moment == "fsync of the folder":
-        durable.sync_folder = killed
-    ZeroCheckpointIO().save_checkpoint(NEW, folder / "last.ckpt")
+def killed_at(moment: str, folder: Path, write: Callable[[], object]) -> bool:
+    """Whether a forked process dies that is killed at ``moment`` of a write into ``folder``."""
+
+    def write_and_die() -> None:
+        pwrite, rename, renames, sync = os.pwrite, os.rename, itertools.count(), durable.sync_folder
+        if moment == "half of the file":
+            os.pwrite = lambda fd, data, offset: (pwrite(fd, data[: len(data) // 2], offset), killed())
+        elif moment == "fsync":
+            os.fsync = killed
+        elif moment == "rename":
+            os.replace = os.rename = killed
+        elif moment == "in between":
+            os.rename = lambda *names: killed() if next(renames) else rename(*names)
+        elif moment == "fsync of the folder":
+            durable.sync_folder = lambda path: killed() if path == folder else sync(path)
+        elif moment == "removal":
+            shutil.rmtree = killed  # type: ignore[assignment]
+        write()
+
+    return in_child(write_and_die) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -65,7 +77,7 @@ def save_and_die(folder: Path, moment: str) -> None:
 def test_a_kill_leaves_the_old_file_or_the_new_one(moment: str, ends: dict[str, Any], tmp_path: Path) -> None:
     io = ZeroCheckpointIO()
     io.save_checkpoint(OLD, tmp_path / "last.ckpt")
-    assert in_child(lambda: save_and_die(tmp_path, moment)) == -signal.SIGKILL
+    assert killed_at(moment, tmp_path, lambda: io.save_checkpoint(NEW, tmp_path / "last.ckpt"))
     assert torch.equal(torch.load(tmp_path / "last.ckpt")["value"], ends["value"])
     assert not [p for p in tmp_path.glob("*.ckpt") if p.name != "last.ckpt"]
     io.save_checkpoint(NEW, tmp_path / "other.ckpt")
@@ -79,31 +91,6 @@ def write_folder(path: Path, value: str) -> None:
             (part.path / name).write_text(value)
 
 
-def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on NFS."""
-
-    class Libc:
-        def renameat2(self, *_: Any) -> int:
-            ctypes.set_errno(errno.EINVAL)
-            return -1
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc())
-
-
-def write_folder_and_die(folder: Path, moment: str) -> None:
-    if moment == "in between":
-        rename, renames = os.rename, itertools.count()
-        os.rename = lambda *names: killed() if next(renames) else rename(*names)
-    elif moment == "fsync":
-        os.fsync = killed
-    elif moment == "fsync of the folder":
-        sync = durable.sync_folder
-        durable.sync_folder = lambda path: killed() if path == folder else sync(path)
-    elif moment == "removal":
-        shutil.rmtree = killed  # type: ignore[assignment]
-    write_folder(folder / "last.ckpt", "new")
-
-
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize(
     ("moment", "ends"), [("fsync", "old"), ("in between", "old"), ("fsync of the folder", "new"), ("removal", "new")]
@@ -111,20 +98,22 @@ def write_folder_and_die(folder: Path, moment: str) -> None:
 def test_a_kill_leaves_the_old_folder_or_the_new_one(
     moment: str, ends: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not exchanges:
-        no_exchange(monkeypatch)
+    if not exchanges:  # as on NFS
+        fails = SimpleNamespace(renameat2=lambda *_: ctypes.set_errno(errno.EINVAL) or -1)
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: fails)
     elif moment == "in between":
         pytest.skip("there is no such moment")
     write_folder(tmp_path / "last.ckpt", "old")
-    assert in_child(lambda: write_folder_and_die(tmp_path, moment)) == -signal.SIGKILL
+    assert killed_at(moment, tmp_path, lambda: write_folder(tmp_path / "last.ckpt", "new"))
     assert len(list(tmp_path.iterdir())) == 2  # both, in any moment
-    write_whole(tmp_path / "other.ckpt", lambda file: file.write(b"x"))
+    write_whole(tmp_path / "other.ckpt")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "other.ckpt"]  # what was left over is gone
     assert {p.read_text() for p in tmp_path.glob("last.ckpt/**/*") if p.is_file()} == {ends}
 
 
+@pytest.mark.parametrize("new", ["folder", "file"])
 @pytest.mark.parametrize("old", ["none", "file", "folder", "link"])
-def test_a_folder_in_the_place_of_anything(old: str, tmp_path: Path) -> None:
+def test_a_folder_or_file_in_the_place_of_anything(old: str, new: str, tmp_path: Path) -> None:
     path = tmp_path / "last_1.ckpt"
     if old == "file":
         path.write_text("old")
@@ -133,11 +122,14 @@ def test_a_folder_in_the_place_of_anything(old: str, tmp_path: Path) -> None:
     elif old == "link":
         write_folder(tmp_path / "best.ckpt", "old")
         path.symlink_to("best.ckpt")
-    write_folder(path, "new")
-    assert (path / "deep" / "b").read_text() == "new" and not path.is_symlink()
+    if new == "folder":
+        write_folder(path, "new")
+        assert (path / "deep" / "b").read_text() == "new"
+    else:
+        write_whole(path)
+        assert path.is_file()
+    assert not path.is_symlink()
     assert not (tmp_path / "best.ckpt").exists() or (tmp_path / "best.ckpt" / "a").read_text() == "old"
-    write_whole(path, lambda file: file.write(b"a file in the place of a folder"))
-    assert path.is_file()
     assert {p.name for p in tmp_path.iterdir()} <= {"last_1.ckpt", "best.ckpt"}
 
 
@@ -153,7 +145,7 @@ def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_being_written_stays(tmp_path: Path) -> None:
     with durable.written_aside(tmp_path / "last.ckpt", folder=True) as part:
-        write_whole(tmp_path / "other.ckpt", lambda file: file.write(b"x"))
+        write_whole(tmp_path / "other.ckpt")
         assert part.path.is_dir()
 
 
@@ -177,10 +169,7 @@ def test_a_link_that_was_not_renamed_goes_and_its_process_makes_another(
 
 
 def test_without_locks_a_file_must_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
     left = [tmp_path / durable.part_name(name) for name in ("new.ckpt", "long-ago.ckpt")]
     for path in left:
         path.mkdir()
@@ -196,12 +185,10 @@ def test_the_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: done.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
-    )
-    replace = os.replace
+    replace, kinds = os.replace, ("file", "folder")
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(kinds[os.path.isdir(f"/proc/self/fd/{fd}")]))
     monkeypatch.setattr(os, "replace", lambda *names: (done.append("rename"), replace(*names)))
-    write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
+    write_whole(tmp_path / "a.ckpt")
     assert done == ["file", "rename", "folder"]
 
 
@@ -243,7 +230,7 @@ def test_only_what_the_dead_have_left_is_removed(tmp_path: Path, monkeypatch: py
     os.utime(tmp_path / names["long ago"], (0, 0))
     with (tmp_path / names["written"]).open("rb+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
+        write_whole(tmp_path / "a.ckpt")
     left = {key for key, name in names.items() if (tmp_path / name).exists()}
     assert left == {"written", "of another node", "the user's"}
 
@@ -255,7 +242,7 @@ def test_a_process_with_the_ids_of_one_that_was_killed(tmp_path: Path, monkeypat
     for path in left:
         path.touch()
     monkeypatch.setattr(durable, "_numbers", itertools.count(1))
-    write_whole(tmp_path / "last.ckpt", lambda file: file.write(b"x"))
+    write_whole(tmp_path / "last.ckpt")
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -266,41 +253,26 @@ def test_names_that_lightning_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
         assert "ckpt_" not in part and part.startswith(".") and not part.endswith("ckpt")
 
 
-def open_files() -> list[str]:
-    folder = Path("/proc/self/fd")
-    return [os.readlink(path) for path in folder.iterdir() if path.is_symlink()]
+def has_part_open() -> bool:
+    return any(os.readlink(path).endswith(".part") for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 
 
 def test_a_forked_process_holds_no_lock(tmp_path: Path) -> None:
     """A worker of a data loader, made while a thread writes, may outlive the writer."""
 
-    def write(file: BinaryIO) -> None:
-        assert in_child(lambda: os._exit(any(name.endswith(".part") for name in open_files()))) == 0
-        assert any(name.endswith(".part") for name in open_files())
+    def look() -> None:
+        assert in_child(lambda: os._exit(has_part_open())) == 0 and has_part_open()
 
-    write_whole(tmp_path / "a.ckpt", write)
+    write_whole(tmp_path / "a.ckpt", look)
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
-    def write(file: BinaryIO) -> None:
+    with pytest.raises(KeyboardInterrupt), durable.written_aside(tmp_path / "a.ckpt"):
         raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "a.ckpt", write)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
-    io = ZeroCheckpointIO()
-    io.save_checkpoint(OLD, tmp_path / "best.ckpt")
-    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
-    io.save_checkpoint(NEW, tmp_path / "last.ckpt")
-    assert not (tmp_path / "last.ckpt").is_symlink()
-    assert torch.equal(torch.load(tmp_path / "best.ckpt")["value"], OLD["value"])
-
-
 def test_addresses_of_fsspec_are_taken(tmp_path: Path) -> None:
-    """What fsspec takes counts: with ``file://``, and other kinds of file systems."""
     io = ZeroCheckpointIO()
     io.save_checkpoint(NEW, f"file://{tmp_path}/a.ckpt")
     assert torch.load(tmp_path / "a.ckpt").keys() == NEW.keys()

@@ -1,13 +1,16 @@
-"""Transports agree, operations are counted, groups are used again, and refusals are told to all."""
+"""Transports agree, operations are counted, groups are few and used again, small messages go in rounds of few ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -16,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.comm import agreements, groups
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.groups import backend_for, make_group
 from lightning_zero.comm.reduction import Pending, Reduction
 from lightning_zero.comm.transports import (
     DIRECT_MAX_RANKS,
@@ -29,12 +34,12 @@ from lightning_zero.comm.transports import (
     choose_transport,
 )
 from lightning_zero.config import Transport as TransportName
-from lightning_zero.planning.topology import by_part, flat, in_levels
+from lightning_zero.planning.topology import by_part, flat, in_levels, rounds_of
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
 
@@ -51,13 +56,6 @@ def _input(rank: int, world: int, dtype: torch.dtype, n: int = 512) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
     values = torch.randn(world * n, generator=generator, dtype=torch.float64) * 3
     return values.to(dtype)
-
-
-def _expected_sum(world: int, dtype: torch.dtype) -> Tensor:
-    total = _input(0, world, dtype)
-    for rank in range(1, world):
-        total = total + _input(rank, world, dtype)
-    return total
 
 
 @on_ranks(1, 2, 3)
@@ -83,7 +81,8 @@ def test_transports_reduce_alike(dtype: torch.dtype) -> None:
             world, rank = comm.world_size, comm.rank
             found.append(comm.reduce_scatter(_input(rank, world, dtype), "x").finish().clone())
     own = slice(rank * 512, (rank + 1) * 512)
-    assert torch.equal(found[1], _expected_sum(world, dtype)[own] if world > 1 else _input(0, 1, dtype))
+    first, *others = (_input(other, world, dtype) for other in range(world))
+    assert torch.equal(found[1], sum(others, first)[own])  # in rank order
     if world <= 2:
         assert torch.equal(found[0], found[1])
     elif dtype is not torch.bfloat16:  # where one rounding is a hundredth
@@ -111,8 +110,6 @@ def test_small_values_are_agreed_on_by_all_ranks() -> None:
         rank, world = comm.rank, comm.world_size
         assert comm.exchange(10 + rank, -rank) == [[10 + r for r in range(world)], [-r for r in range(world)]]
         assert comm.all_gather_objects({"rank": rank}, "a test") == [{"rank": r} for r in range(world)]
-        assert comm.sum_(torch.tensor([1.0, rank])).tolist() == [world, sum(range(world))]
-        assert comm.max_(torch.tensor([rank, 5 - rank])).tolist() == [world - 1, 5]
         values = torch.full((4,), float(rank))
         comm.broadcast(values)
         assert values.tolist() == [0.0] * 4
@@ -193,17 +190,14 @@ def test_closing_ends_the_thread_and_gives_the_groups_to_the_next() -> None:
 
 @on_ranks(2)
 def test_groups_of_a_communicator_that_was_forgotten_are_used_again() -> None:
-    first = Communicator(dist.group.WORLD, CPU)
+    first: Communicator | None = Communicator(dist.group.WORLD, CPU)
     groups = first._groups
     dist.barrier()
-    if first.rank == 0:
-        del first  # the garbage collectors of two ranks do not work at the same time
-        with communicator() as other:
-            assert other._groups is not groups
-    else:
-        with communicator() as other:
-            assert other._groups is not groups
-        del first
+    if dist.get_rank() == 0:
+        first = None  # the garbage collectors of two ranks do not work at the same time
+    with communicator() as other:
+        assert other._groups is not groups
+    first = None
     with communicator() as again:
         assert again._groups is groups
 
@@ -248,14 +242,10 @@ def test_only_what_all_ranks_have_issued_is_waited_for() -> None:
 @pytest.mark.parametrize("transport", [DirectTransport(), PlainTransport(exchanges=True)], ids=["direct", "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_parts_are_added_in_rank_order(transport: Transport, dtype: torch.dtype, chunk: int) -> None:
-    """In pieces of any size."""
     os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
     world, rank = dist.get_world_size(), dist.get_rank()
     inputs = [_input(r, world, torch.bfloat16).float() for r in range(world)]
-    expected = inputs[0].clone()
-    for other in inputs[1:]:
-        expected += other
-    expected *= 0.25
+    expected = sum(inputs[1:], inputs[0]) * 0.25
     own = slice(rank * 512, (rank + 1) * 512)
     for inner in (transport, HostTransport(transport)):
         with communicator() as comm, mock.patch("lightning_zero.comm.transports.SUM_CHUNK", chunk):
@@ -291,3 +281,106 @@ def test_parts_are_added_within_nodes_and_then_between_them(dtype: torch.dtype, 
         # Each node gets the sums of its slices alone, in fp32; all that is narrower stays within a node.
         reduced = [(call.args[0].dtype, call.args[0].numel(), call.args[1].size) for call in sent.reduce.mock_calls]
         assert reduced == 2 * [*[(dtype, 2 * 512, 2)] * nodes, (torch.float32, nodes * 512, nodes)]
+
+
+# -- rounds among few ranks, not one ring of all ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [*range(1, 21), 48, 97, 1000, 1024])
+def test_after_all_rounds_each_rank_has_the_values_of_all(world: int) -> None:
+    known = {rank: {rank} for rank in range(world)}
+    rounds = [rounds_of(rank, world) for rank in range(world)]
+    for number in range(len(rounds[0])):
+        groups = {tuple(of_rank[number]) for of_rank in rounds}
+        assert sorted(rank for group in groups for rank in group) == list(range(world))
+        joined = {group: set().union(*(known[rank] for rank in group)) for group in groups}
+        known = {rank: joined[group] for group in groups for rank in group}
+    assert all(values == set(range(world)) for values in known.values())
+    assert math.prod(map(len, rounds[0])) == world
+    if world == 1024:
+        assert sum(2 * (len(group) - 1) for group in rounds[0]) == 30
+
+
+@pytest.mark.sample
+@on_ranks(6, full=(2, 3, 4, 8))
+def test_a_maximum_and_a_sum_are_those_of_all_ranks() -> None:
+    with communicator() as comm:
+        world = comm.world_size
+        rows = torch.tensor([[(7 * rank + 3 * column) % 11 for column in range(5)] for rank in range(world)])
+        for _ in range(2):
+            assert torch.equal(comm.max_(rows[comm.rank].clone()), rows.amax(0))
+            assert torch.equal(comm.sum_(rows[comm.rank].clone()), rows.sum(0))
+
+
+@pytest.mark.full
+@on_ranks(6)
+def test_groups_are_replaced_after_an_exception_in_the_midst_of_the_rounds() -> None:
+    """Rank 5 comes late: its neighbour has given up in the first round, and the others in the second."""
+    with communicator(stall_timeout_s=1.0) as comm:
+        groups = comm._groups
+        late = comm.rank == 5
+        if late:
+            time.sleep(2.5)
+            comm.max_(torch.tensor([5]))
+        else:
+            with pytest.raises(StallError):
+                comm.max_(torch.tensor([comm.rank]))
+        comm.resume()
+        assert comm._groups is not groups
+        assert comm.max_(torch.tensor([-comm.rank])).item() == 0
+    dist.barrier()
+
+
+# -- process groups ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_each_kind_of_device_may_have_a_backend_of_its_own() -> None:
+    expected = {
+        "cpu:gloo,cuda:nccl": ("gloo", "nccl"),
+        "cpu:gloo,cuda:gloo": ("gloo", "gloo"),
+        "cuda:nccl": ("gloo", "nccl"),  # what is not named has the default of the group
+    }
+    for config, backends in expected.items():
+        with mock.patch.object(dist, "get_backend_config", lambda group, config=config: config):
+            assert tuple(backend_for(dist.group.WORLD, device) for device in (CPU, GPU)) == backends
+
+
+@on_ranks(2)
+def test_a_group_is_made_without_a_split_of_the_default_group() -> None:
+    """Ranks that are not in it would have to take part."""
+    default: Any = dist.distributed_c10d._get_default_group()
+    seen, new_group = list[Any](), dist.new_group
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        seen.append(default.bound_device_id)
+        return new_group(*args, **kwargs)
+
+    default.bound_device_id = torch.device("cpu", 0)
+    try:
+        with mock.patch.object(dist, "new_group", made):
+            make_group([0, 1], "a test", "gloo")
+        assert seen == [None] and default.bound_device_id == torch.device("cpu", 0)
+    finally:
+        default.bound_device_id = None
+
+
+@pytest.mark.parametrize(("stall_timeout_s", "expected"), [(300.0, 3600.0), (7200.0, 14400.0)])
+def test_messages_on_a_device_may_wait_as_long_as_hosts_do(stall_timeout_s: float, expected: float) -> None:
+    """torch's own timeout of NCCL's groups is ten minutes: it would end ranks that wait with patience."""
+    with (
+        mock.patch.object(groups, "_made_when_used", contextlib.nullcontext),
+        mock.patch.object(dist, "new_group", lambda *_, **__: "group"),
+        mock.patch.object(dist.distributed_c10d, "_set_pg_timeout") as set_timeout,
+    ):
+        make_group([0, 1], "a test", "nccl", stall_timeout_s)
+    set_timeout.assert_called_once_with(timedelta(seconds=expected), "group")
+
+
+@on_ranks(2)
+def test_what_was_done_is_undone_where_the_other_ranks_cannot_be_asked() -> None:
+    undone: list[str] = []
+    cut_off = mock.patch.object(agreements, "gather_objects", side_effect=ConnectionError)
+    with communicator() as comm, cut_off, pytest.raises(ConnectionError):
+        comm.together("a test", lambda: "a file", undo=undone.append)
+    assert undone == ["a file"]

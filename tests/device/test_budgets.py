@@ -1,4 +1,4 @@
-"""What a step costs on a device: where the host waits, what is copied, what is queued, what memory is held.
+"""What a step costs on a device: where the host waits, what is copied, queued and sent, what memory is held.
 
 A table is what the engine does now: another wait fails, and one that is gone is to be taken out.
 """
@@ -13,7 +13,7 @@ import pytest
 from lightning_zero.config import Offload
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from tests.device.machine import Wait
-from tests.device.simulate import FLAT, PLAIN, Case, Step
+from tests.device.simulate import FLAT, MIXED, PLAIN, Case, Step
 from tests.device.test_races import SMALL, Trained
 from tests.rows import OFFLOADED
 
@@ -167,3 +167,27 @@ def assert_peak(trained: Trained, settings: dict[str, Any], micro_batches: int, 
     """The model's own tensors, which are not planned, are small here."""
     found = trained(Case(blocks=12, steps=(Step(micro_batches),) * 3, settings={"prefetch_bytes": 1} | settings, **how))
     assert 0.93 < found.steps[-1].peak / found.planned_nbytes < 1.07
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+SENDING = [
+    *(Case(stage, precision=precision, steps=MIXED) for stage in range(4) for precision in ("fp32", "bf16")),
+    Case(1, ranks=1, even_alone=True),
+    Case(3, "optimizer_cpu", "bf16", steps=MIXED),
+    Case(3, "cpu", "bf16", "bf16"),
+    Case(0, nodes=2, steps=MIXED),
+    Case(3, precision="bf16", nodes=2, steps=MIXED),
+    Case(3, precision="bf16", nodes=2, settings={"comm": {"hybrid_shard": "node_backward"}}),
+    *(Case(stage, precision="bf16", nodes=2, steps=MIXED, settings=FLAT) for stage in (0, 3)),
+    Case(3, precision="bf16", settings={"optimizer": {"sharding": "tensors"}}),
+]
+
+
+@pytest.mark.parametrize("case", SENDING, ids=str)
+def test_no_message_of_a_step_is_the_first_of_its_kind(case: Case, trained: Trained) -> None:
+    """NCCL connects ranks at the first message of each algorithm, which it chooses by kind, dtype and size."""
+    found = trained(case)
+    sent = {message for step in found.steps for message in step.messages}
+    assert sent and sent <= set(found.construction.messages)

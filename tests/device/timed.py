@@ -60,18 +60,6 @@ def block() -> nn.Module:
     return Does(lambda m, x: (y := x + m.first(x)) + m.second(y), first=first, second=second)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 @dataclass
 class Scaled:
     """How long the large model's work takes, from the small one's: seconds, and the resource that they need."""
@@ -143,12 +131,11 @@ def predict(
     clips: bool = False,
     micro_batches: int = 1,
     ranks: int = 1,
-    mutations: Sequence[tuple[str, Any]] = (),
 ) -> Predicted:
-    """A step of stage 3, with ``tokens`` on one rank; ``mutations`` as of :func:`on_paper`."""
+    """A step of stage 3, with ``tokens`` on one rank."""
     steps = 2
-    with on_paper(ranks, mutations) as (machine, folder):
-        model = Model()
+    with on_paper(ranks, ()) as (machine, folder):
+        model = nn.Sequential(*(block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 8, bias=False))
         held = sum(p.numel() for p in model.parameters())
         scale = PARAMETERS / held
         flop_scale = scale * tokens / (TOKENS * micro_batches)

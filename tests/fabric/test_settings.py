@@ -22,7 +22,7 @@ from lightning_zero.optimizers.loss_scale import LossScaler
 from tests.fabric.toys import Run, adamw, assert_equal, fabric, make, sgd, train
 from tests.harness import on_ranks
 from tests.trainer.test_settings import EQUAL, in_folder
-from tests.trainer.toys import loader
+from tests.trainer.toys import FEATURES, loader
 
 # Those with tests of their own, here or beside.
 ELSEWHERE = {"stage", "precision", "checkpoint", "timeline", "init_from", "vertical_chunks", "sequence_parallel"}
@@ -108,7 +108,7 @@ def test_settings_that_only_the_trainer_follows_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_setup_of_what_cannot_be_sharded_is_refused() -> None:
+def test_setup_of_what_cannot_be_sharded_and_a_plain_backward_are_refused() -> None:
     of = fabric("zero3")
     plain = make()
     with pytest.raises(ConfigError, match="Set the module up first"):
@@ -121,26 +121,24 @@ def test_setup_of_what_cannot_be_sharded_is_refused() -> None:
     other = of.setup_module(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="got those of 2"):
         of.setup_optimizers(sgd([*model.parameters(), *other.parameters()]))
+    with pytest.raises(RuntimeError, match=r"fabric\.backward\(loss\)"):
+        model(torch.ones(2, FEATURES)).sum().backward()
+
+
+def overflow_on_one_rank(run: Run) -> None:
+    x, y = next(iter(loader()))
+    scale = float("inf") if run.fabric.global_rank else 1.0
+    run.fabric.backward(nn.functional.mse_loss(run.model(x), y) * scale)
 
 
 @on_ranks(2)
 def test_norm_that_is_not_finite_is_an_error_on_all_ranks() -> None:
     run = train("zero3")
-    x, y = next(iter(loader()))
-    scale = float("inf") if run.fabric.global_rank else 1.0  # on one rank: an error on all
-    run.fabric.backward(nn.functional.mse_loss(run.model(x), y) * scale)
+    overflow_on_one_rank(run)
     with pytest.raises(RuntimeError, match="the gradient norm is (nan|inf)"):
         run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
     norm = run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0, error_if_nonfinite=False)
     assert norm is not None and not norm.isfinite()
-
-
-@on_ranks(2)
-def test_plain_backward_is_refused() -> None:
-    run = train("zero3")
-    x, y = next(iter(loader()))
-    with pytest.raises(RuntimeError, match=r"fabric\.backward\(loss\)"):
-        nn.functional.mse_loss(run.model(x), y).backward()
 
 
 @on_ranks(2)
@@ -151,9 +149,7 @@ def test_loss_scaling_skips_steps_on_all_ranks() -> None:
     assert scaler.scale == 64.0 and run.losses[-1] < run.losses[0]
     torch.testing.assert_close(run.norms, train("ddp", clip={"max_norm": 1.0}).norms, rtol=0.05, atol=0.01)
     before = run.fabric.strategy.get_module_state_dict(run.model._forward_module)
-    x, y = next(iter(loader()))
-    scale = float("inf") if run.fabric.global_rank else 1.0
-    run.fabric.backward(nn.functional.mse_loss(run.model(x), y) * scale)
+    overflow_on_one_rank(run)
     run.optimizer.step()
     after = run.fabric.strategy.get_module_state_dict(run.model._forward_module)
     assert scaler.scale == 32.0

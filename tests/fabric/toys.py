@@ -99,12 +99,11 @@ def train(
     every: int = 1,
     clip: dict[str, Any] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
-    model: nn.Module | None = None,
     run: Run | None = None,
     **settings: Any,
 ) -> Run:
     """Train for some epochs, with a step after ``every`` backwards; ``run``: go on with one."""
-    run = run or setup(strategy, model, optimizer, **settings)
+    run = run or setup(strategy, None, optimizer, **settings)
     for _ in range(epochs):
         for number, (x, y) in enumerate(run.fabric.setup_dataloaders(loader(), use_distributed_sampler=False), 1):
             with run.fabric.no_backward_sync(run.model, enabled=number % every != 0):

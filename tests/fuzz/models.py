@@ -96,7 +96,7 @@ def _symmetric(linear: nn.Module) -> nn.Module:
 
 # What a part holds, and what it does. Some activations work in place; what is ``Derived`` has weights that are computed
 # from others; with ``max_norm`` an embedding writes to its weight, on all ranks to all rows.
-SIMPLE: dict[str, tuple[Callable[[int], dict[str, nn.Module]], Callable[[Any, Tensor], Tensor]]] = {
+SIMPLE: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[Any, Tensor], Tensor]]] = {
     "Line": (lambda n: {"linear": nn.Linear(WIDTH, WIDTH, bias=n == 0)}, lambda m, x: m.linear(x)),
     "Feed": (
         lambda n: {
@@ -157,6 +157,13 @@ SIMPLE: dict[str, tuple[Callable[[int], dict[str, nn.Module]], Callable[[Any, Te
         lambda m, x: m.base(x) + m.up(m.down(x)),
     ),
     "Pairs": (lambda n: {"bilinear": nn.Bilinear(WIDTH, WIDTH, WIDTH)}, lambda m, x: x + m.bilinear(x, torch.tanh(x))),
+    "Norms": (
+        lambda n: {
+            "norm": (nn.BatchNorm1d(WIDTH), nn.GroupNorm(2, WIDTH), nn.BatchNorm1d(WIDTH, affine=False))[n % 3],
+            "scale": nn.Parameter(torch.ones(WIDTH)),
+        },
+        lambda m, x: m.norm(x.transpose(1, 2)).transpose(1, 2) * m.scale,
+    ),
 }
 
 
@@ -166,19 +173,10 @@ class Simple(Part):
     def fill(self) -> None:
         held, self.act_on = SIMPLE[type(self).__name__]
         for name, module in held(self.n).items():
-            self.add_module(name, module)
+            setattr(self, name, module)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         return self.act_on(self, x)
-
-
-class Norms(Part):
-    def fill(self) -> None:
-        self.norm = (nn.BatchNorm1d(WIDTH), nn.GroupNorm(2, WIDTH), nn.BatchNorm1d(WIDTH, affine=False))[self.n % 3]
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        return self.norm(x.transpose(1, 2)).transpose(1, 2) * self.scale
 
 
 class Consults(Part):
@@ -295,60 +293,42 @@ class Watched(Part):
 # -- with children ----------------------------------------------------------------------------------------------------
 
 
-class Chain(Mix):
-    """Calls one after the other."""
+def _through_tanh(m: Any, part: nn.Module, x: Tensor, number: int) -> Tensor:
+    return torch.tanh(part(x, number))
 
 
-class Backwards(Mix):
-    """Calls its parts in another order than they are registered in, and in yet another at the next forward."""
-
-    def path(self, number: int) -> Iterable[Any]:
-        parts = list(reversed(self.parts))
-        return [parts[(i + self.n * number) % len(parts)] for i in range(len(parts))]
-
-
-class Repeats(Mix):
-    def path(self, number: int) -> Iterable[Any]:
-        return list(self.parts) * (2 + self.n)
-
-    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
-        return torch.tanh(part(x, number))
+def _changing_output(m: Any, part: nn.Module, x: Tensor, number: int) -> Tensor:
+    y = part(x, number)
+    y = y + 0 if y is x else y
+    if m.n == 0:
+        y += x
+    elif m.n == 1:
+        y = F.relu_(y)
+    else:
+        y[:, 0] = 1.0
+    return y
 
 
-class AddsInPlace(Mix):
-    """Changes the outputs of its parts."""
-
-    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
-        y = part(x, number)
-        y = y + 0 if y is x else y
-        if self.n == 0:
-            y += x
-        elif self.n == 1:
-            y = F.relu_(y)
-        else:
-            y[:, 0] = 1.0
-        return y
+def _backwards(m: Any, number: int) -> list[nn.Module]:
+    count = len(m.parts)
+    return [m.parts[-1 - (i + m.n * number) % count] for i in range(count)]
 
 
-class Sometimes(Mix):
-    """Leaves its parts out in some forwards."""
-
-    def path(self, number: int) -> Iterable[Any]:
-        return [part for i, part in enumerate(self.parts) if (number + i + self.n) % 2]
+def _mix(name: str, **methods: Callable[..., Any]) -> type[Mix]:
+    return type(name, (Mix,), methods)
 
 
-class ByRank(Mix):
-    """Leaves its parts out on some ranks."""
-
-    def path(self, number: int) -> Iterable[Any]:
-        return [part for i, part in enumerate(self.parts) if (number + i + self.rank + self.n) % 2]
-
-
-class Never(Mix):
-    """Does not use its parts."""
-
-    def path(self, number: int) -> Iterable[Any]:
-        return ()
+# Other orders than that of the registration, another one at the next forward; parts that are called several times, left
+# out in some forwards or on some ranks, or never used; outputs that are changed.
+WALKS = [
+    _mix("Chain"),
+    _mix("Backwards", path=_backwards),
+    _mix("Repeats", path=lambda m, number: list(m.parts) * (2 + m.n), call=_through_tanh),
+    _mix("AddsInPlace", call=_changing_output),
+    _mix("Sometimes", path=lambda m, number: [p for i, p in enumerate(m.parts) if (number + i + m.n) % 2]),
+    _mix("ByRank", path=lambda m, number: [p for i, p in enumerate(m.parts) if (number + i + m.rank + m.n) % 2]),
+    _mix("Never", path=lambda m, number: ()),
+]
 
 
 class Found(NamedTuple):
@@ -482,8 +462,7 @@ class Shared(Mix):
                 if not isinstance(module, nn.utils.parametrize.ParametrizationList):
                     setattr(other, name, param)
 
-    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
-        return torch.tanh(part(x, number))
+    call = _through_tanh
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         return self.again(super().forward(x, number), number)

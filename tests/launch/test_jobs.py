@@ -1,4 +1,4 @@
-"""The main job under each launcher, in real processes: start-up, ranks that die, jobs that start again."""
+"""The main job under each launcher, in real processes: start-up, ranks that die, jobs that start again, a cut cable."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.harness import LAUNCHERS, ROOT, free_port
+from tests.engine.support import assert_equal
+from tests.harness import ROOT, free_port, run_command
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TORCHRUN = ("python", "-m", "torch.distributed.run")
 TRAIN = ("-m", "lightning_zero.train")
 STEPS = 14
 KILLED_AT = 10
@@ -53,17 +55,10 @@ class Lit(LitGPT):
 """
 
 
-def environ(folder: Path, **more: object) -> dict[str, str]:
+def run(folder: Path, *command: str, **more: object) -> subprocess.CompletedProcess[str]:
     (folder / "killed.py").write_text(KILLED.format(at=KILLED_AT))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    ours = {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    return kept | ours | {k: str(v) for k, v in more.items()}
-
-
-def run(folder: Path, *command: str, timeout: float = 200, **more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=folder, env=environ(folder, **more), capture_output=True, text=True, timeout=timeout
-    )
+    more = {"PYTHONPATH": f"{ROOT}:{folder}", "XDG_CACHE_HOME": folder / "cache"} | more
+    return run_command(*command, folder=folder, **more)  # type: ignore[arg-type]
 
 
 def torchrun(
@@ -73,27 +68,11 @@ def torchrun(
     return run(folder, *TORCHRUN, *launch, *TRAIN, *SMALL, *overrides, **more)
 
 
-def together(
-    folder: Path, commands: Sequence[tuple[Sequence[str], dict[str, object]]], timeout: float = 200
-) -> list[tuple[int, str]]:
+def together(folder: Path, *commands: tuple[Sequence[str], dict[str, object]]) -> list[tuple[int, str]]:
     """Exit codes and output of processes that run at the same time."""
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environ(folder, **more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command, more in commands
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    with ThreadPoolExecutor() as pool:
+        ends = list(pool.map(lambda command: run(folder, *command[0], **command[1]), commands))
+    return [(done.returncode, done.stdout + done.stderr) for done in ends]
 
 
 def losses(folder: Path, name: str = "metrics.csv") -> dict[int, str]:
@@ -101,20 +80,18 @@ def losses(folder: Path, name: str = "metrics.csv") -> dict[int, str]:
         return {int(row["step"]): row["train_loss"] for row in csv.DictReader(file) if row["train_loss"]}
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(folder / "run" / "checkpoints" / "last.ckpt")["state_dict"]
-    return found
+def assert_same_weights(*folders: Path) -> None:
+    found, expected = (torch.load(folder / "run" / "checkpoints" / "last.ckpt")["state_dict"] for folder in folders)
+    assert_equal(found, expected)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on two processes of torchrun."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = torchrun(folder)
-    assert done.returncode == 0, done.stderr
-    out = done.stdout
-    assert re.search(r"^ranks: 2 of 2 on 1 node \(\S+: 0-1\)$", out, re.MULTILINE)
-    assert "address: " not in out and "same on all ranks: " not in out  # of one machine
+    done = torchrun(folder, code=0)
+    assert re.search(r"^ranks: 2 of 2 on 1 node \(\S+: 0-1\)$", done.stdout, re.MULTILINE)
+    assert "address: " not in done.stdout and "same on all ranks: " not in done.stdout  # of one machine
     assert list(losses(folder)) == list(range(STEPS))
     return folder
 
@@ -125,46 +102,39 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: Path, tmp_path: Path) -> None:
-    done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=rank)
-    assert done.returncode == 0, done.stderr
+    done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=rank, code=0)
     assert "has started again: it goes on from run/checkpoints/step-8.ckpt" in done.stdout
     assert "Signal 9" in done.stderr or "exitcode: -9" in done.stderr
     expected = losses(undisturbed)
     assert losses(tmp_path) == {step: expected[step] for step in range(8, STEPS)}
-    for name, tensor in weights(undisturbed).items():
-        assert torch.equal(tensor, weights(tmp_path)[name]), name
+    assert_same_weights(tmp_path, undisturbed)
 
 
 @pytest.mark.full
 def test_sigterm_to_one_rank_saves_and_torchrun_starts_again(undisturbed: Path, tmp_path: Path) -> None:
     """No step is lost: all ranks save at the end of the one in which the signal came."""
-    done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=1, KILL_SIGNAL="SIGTERM")
-    assert done.returncode == 0, done.stderr
+    done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=1, KILL_SIGNAL="SIGTERM", code=0)
     assert re.search(r"interrupted: saved step 1[01] in \S+hpc_ckpt_1.ckpt", done.stdout), done.stdout
     assert "To go on: start the same command again, with ckpt_path=" in done.stdout
     assert "has started again: it goes on from run/hpc_ckpt_1.ckpt" in done.stdout
     assert "exitcode: 143" in done.stderr
     expected = losses(undisturbed)
     assert {**losses(tmp_path, "metrics-1.csv"), **losses(tmp_path)} == expected
-    for name, tensor in weights(undisturbed).items():
-        assert torch.equal(tensor, weights(tmp_path)[name]), name
+    assert_same_weights(tmp_path, undisturbed)
 
 
 @pytest.mark.full
 def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> None:
     """As docker stop sends it, to the process that has started the others; a user goes on from what was saved."""
     kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 0, "KILL_SIGNAL": "SIGTERM"}
-    hand = (sys.executable, *TRAIN, *SMALL, "trainer.devices=2")
-    first = run(tmp_path, *hand, **kill)
-    assert first.returncode == 143, first.stderr
+    hand = ("python", *TRAIN, *SMALL, "trainer.devices=2")
+    first = run(tmp_path, *hand, **kill, code=143)
     assert "Traceback" not in first.stderr
     (command,) = re.findall(r"^To go on: python (-m lightning_zero.train .*)$", first.stdout, re.MULTILINE)
     said = shlex.split(command)
     assert said[2:] == [*SMALL, "trainer.devices=2", f"ckpt_path={tmp_path / 'run' / 'hpc_ckpt_1.ckpt'}"]
-    again = run(tmp_path, sys.executable, *TRAIN, *said[2:])
-    assert again.returncode == 0, again.stderr
-    for name, tensor in weights(undisturbed).items():
-        assert torch.equal(tensor, weights(tmp_path)[name]), name
+    run(tmp_path, "python", *TRAIN, *said[2:], code=0)
+    assert_same_weights(tmp_path, undisturbed)
 
 
 @pytest.mark.full
@@ -174,8 +144,7 @@ def test_a_job_that_is_started_again_with_another_number_of_processes(undisturbe
 
     first = torchrun(tmp_path, *job(), "--nproc-per-node=2", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
     assert first.returncode != 0
-    again = torchrun(tmp_path, *job(), "--nproc-per-node=3")
-    assert again.returncode == 0, again.stderr
+    again = torchrun(tmp_path, *job(), "--nproc-per-node=3", code=0)
     assert "torchrun-job has started again: it goes on from run/checkpoints/step-8.ckpt" in again.stdout
     assert "ranks: 3 of 3" in again.stdout
     found, whole = losses(tmp_path), losses(undisturbed)
@@ -205,7 +174,7 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
     # Which of them becomes rank 1 is torchrun's affair; the one that is rank 0 of the rendezvous holds the store.
     command, kill = node(True)
     kill["KILL_AGENT"] = ""
-    (code, out), (other, _) = together(tmp_path, [(command, kill), node(False)])
+    (code, out), (other, _) = together(tmp_path, (command, kill), node(False))
     if other == -signal.SIGKILL:
         assert "torchrun-elastic has started again: it goes on from run/checkpoints/step-8.ckpt" in out
         assert "Starting with 1 processes" in out
@@ -221,7 +190,7 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
 def test_a_rank_that_dies_under_lightnings_launcher_ends_all(rank: int, tmp_path: Path) -> None:
     started = time.monotonic()
     kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": rank}
-    done = run(tmp_path, sys.executable, *TRAIN, *SMALL, "trainer.devices=3", **kill)
+    done = run(tmp_path, "python", *TRAIN, *SMALL, "trainer.devices=3", **kill)
     assert done.returncode != 0
     assert f"rank {rank} (on {socket.gethostname()}, process " in done.stderr, done.stderr
     assert "has ended without a word" in done.stderr or "holds the store, has ended" in done.stderr
@@ -240,16 +209,16 @@ def test_nodes_that_are_started_by_hand(undisturbed: Path, tmp_path: Path) -> No
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "NODE_RANK": rank}
         nodes = ("trainer.num_nodes=2", "trainer.devices=1", f"hydra.run.dir=run{rank or ''}")
         nodes += ("zero.comm.hybrid_shard=flat",)  # as the undisturbed run: norms add in the order of shards
-        return (sys.executable, *TRAIN, *SMALL, *nodes, *overrides), {**place, **more}
+        return ("python", *TRAIN, *SMALL, *nodes, *overrides), {**place, **more}
 
-    for code, out in together(tmp_path, [node(0), node(1)]):
+    for code, out in together(tmp_path, node(0), node(1)):
         assert code == 0, out
     assert losses(tmp_path) == losses(undisturbed)
     kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 1}
-    (code, out), (killed, _) = together(tmp_path, [node(0, **kill), node(1, **kill)])
+    (code, out), (killed, _) = together(tmp_path, node(0, **kill), node(1, **kill))
     assert killed == -signal.SIGKILL and code not in (0, -signal.SIGKILL)
     assert f"rank 1 (on {socket.gethostname()}, process " in out
-    (code, out), (other, other_out) = together(tmp_path, [node(0), node(1, "zero.prefetch_bytes=1")])
+    (code, out), (other, other_out) = together(tmp_path, node(0), node(1, "zero.prefetch_bytes=1"))
     assert (code, other) == (2, 2)
     for text in (out, other_out):
         assert "zero.prefetch_bytes: expected 268435456, as rank 0 has it, got 1 on rank 1." in text
@@ -260,8 +229,7 @@ def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "NODE_RANK": 0}
     started = time.monotonic()
     overrides = ("trainer.num_nodes=2", "trainer.devices=2", "zero.stall_timeout_s=8")
-    done = run(tmp_path, sys.executable, *TRAIN, *SMALL, *overrides, **place)
-    assert done.returncode == 2
+    done = run(tmp_path, "python", *TRAIN, *SMALL, *overrides, **place, code=2)
     assert "ranks 2-3 of 4 (all of node 1) did not come to localhost:" in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - started < 60
@@ -274,9 +242,8 @@ def test_real_mpirun(launch: str, undisturbed: Path, tmp_path: Path) -> None:
     program, *options = launch.split()
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}")
-    mpirun = (program, *options, "-n", "2", sys.executable, *TRAIN, *SMALL)
-    done = run(tmp_path, *mpirun)
-    assert done.returncode == 0, done.stderr
+    mpirun = (program, *options, "-n", "2", "python", *TRAIN, *SMALL)
+    done = run(tmp_path, *mpirun, code=0)
     assert "ranks: 2 of 2 on 1 node" in done.stdout
     assert losses(tmp_path) == losses(undisturbed)
     done = run(tmp_path, *mpirun, "hydra.run.dir=again", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
@@ -288,12 +255,9 @@ def test_real_mpirun(launch: str, undisturbed: Path, tmp_path: Path) -> None:
 def test_mpirun_without_mpi4py(undisturbed: Path, tmp_path: Path) -> None:
     """Processes with the variables of Open MPI's mpirun."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    port = free_port()
-    commands = []
-    for rank in range(2):
-        place: dict[str, object] = dict(zip(names, (rank, 2, rank, 2), strict=True))
-        commands.append(((sys.executable, *TRAIN, *SMALL), {**place, "MASTER_PORT": port, "PMIX_NAMESPACE": "job"}))
-    for code, out in together(tmp_path, commands):
+    job = {"MASTER_PORT": free_port(), "PMIX_NAMESPACE": "job"}
+    places = [job | dict(zip(names, (rank, 2, rank, 2), strict=True)) for rank in range(2)]
+    for code, out in together(tmp_path, *((("python", *TRAIN, *SMALL), place) for place in places)):
         assert code == 0, out
     assert losses(tmp_path) == losses(undisturbed)
 
@@ -304,3 +268,77 @@ def test_a_wrong_allocation_ends_before_training(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "trainer.num_nodes x trainer.devices: expected the 2 processes that torchrun has started" in done.stderr
     assert "torchrun --nnodes=2 --nproc-per-node=1" in done.stderr
+
+
+# -- two machines with a network between them: as root, with network namespaces ---------------------------------------
+
+
+STALL_S = 15
+
+
+def ip(*words: str, check: bool = True) -> bool:
+    return subprocess.run(["ip", *words], check=check, capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def machines() -> Iterator[list[str]]:
+    """The names of two namespaces, 10.77.0.1 and 10.77.0.2."""
+    names = [f"zero{os.getpid()}-{i}" for i in range(2)]
+    if shutil.which("ip") is None or os.geteuid() != 0 or not ip("netns", "add", names[0], check=False):
+        pytest.skip("needs root, and ip netns")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "zv0", "netns", names[0], "type", "veth", "peer", "name", "zv1", "netns", names[1])
+        for i, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"zv{i}")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", f"zv{i}", "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name, check=False)
+
+
+def on_machine(machine: str, rank: int, folder: Path) -> subprocess.Popen[bytes]:
+    place = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29555", "NODE_RANK": str(rank), "LOCAL_RANK": "0"}
+    more = {"GLOO_SOCKET_IFNAME": f"zv{rank}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    settings = (
+        *("experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=2"),
+        *("trainer.max_steps=1000000", "trainer.enable_progress_bar=false"),
+        *(f"hydra.run.dir=run{rank}", f"zero.stall_timeout_s={STALL_S}"),
+    )
+    return subprocess.Popen(
+        ["ip", "netns", "exec", machine, sys.executable, "-m", "lightning_zero.train", *settings],
+        cwd=folder,
+        env={**os.environ, **place, **more},
+        stdout=(folder / f"out{rank}").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+
+
+@pytest.mark.full
+def test_both_sides_of_a_cut_network_end_in_time_and_name_the_other(machines: list[str], tmp_path: Path) -> None:
+    """Nobody hears that a connection is broken, and the store does not answer the far side. In the engine this is an
+    error; in a barrier of others (a metric's, at the end of a validation) the process is ended.
+    """
+    ranks = [on_machine(machine, rank, tmp_path) for rank, machine in enumerate(machines)]
+
+    def out(rank: int) -> str:
+        return (tmp_path / f"out{rank}").read_text()
+
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("run0/csv/metrics.csv")):  # it trains
+            assert time.monotonic() < deadline and ranks[0].poll() is None, out(0) + out(1)
+            time.sleep(0.5)
+        ip("-n", machines[1], "link", "set", "zv1", "down")
+        for process in ranks:
+            assert process.wait(timeout=STALL_S + 100) not in (0, 2), out(0) + out(1)
+        in_engine = f"zero.stall_timeout_s (now {STALL_S})"
+        assert ("  rank 1: " if in_engine in out(0) else "ends: it has stood still for") in out(0), out(0)
+        assert "(does not answer: it has ended or hangs)" in out(0) or "rank 1 (on " in out(0), out(0)
+        assert "rank 0 (on " in out(1) and ("the network to it is cut" if in_engine in out(1) else "ends: ") in out(1)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.ranks import allocation, rendezvous, resume
 from lightning_zero.ranks.allocation import own_environment
 from lightning_zero.ranks.started_by import MPI_VARIABLES, Launched, launched, tasks_of_nodes
+from lightning_zero.trainer import launchers
 from tests.harness import LAUNCHERS
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "abc", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -25,6 +29,7 @@ SRUN = {f"SLURM_{name}": value for name, value in SRUN.items()} | {"SLURM_NTASKS
 UNEVEN = SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
 OPEN_MPI = dict(zip(MPI_VARIABLES[0], ["3", "4", "1", "2"], strict=True))
 MPICH = dict(zip(MPI_VARIABLES[2], ["3", "4", "1", "2"], strict=True))
+BY_HAND = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
 PLACE = {"rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "nodes": 2}
 
 
@@ -64,11 +69,9 @@ def test_each_launcher_tells_the_place_of_a_rank(environ: dict[str, str], expect
     assert launched(environ) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "tasks"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("2,1(x2)", [2, 1, 1]), ("", []), ("two", [])]
-)
-def test_tasks_per_node_as_slurm_writes_them(text: str, tasks: list[int]) -> None:
-    assert tasks_of_nodes(text) == tasks
+def test_tasks_per_node_as_slurm_writes_them() -> None:
+    tasks = {"2(x3),1": [2, 2, 2, 1], "4": [4], "2,1(x2)": [2, 1, 1], "": [], "two": []}
+    assert {text: tasks_of_nodes(text) for text in tasks} == tasks
 
 
 # -- allocations ------------------------------------------------------------------------------------------------------
@@ -82,6 +85,9 @@ def test_tasks_per_node_as_slurm_writes_them(text: str, tasks: list[int]) -> Non
         (TorchElasticEnvironment, TORCHRUN, 1, 4, ["1 x 4 = 4", "torchrun --nnodes=1 --nproc-per-node=4"]),
         (SLURMEnvironment, SRUN, 2, 8, ["4 processes", "2 x 8 = 16", "srun --nodes=2 --ntasks-per-node=8"]),
         (own_environment, {**OPEN_MPI, "MASTER_ADDR": "a"}, 1, 1, ["4 processes", "mpirun", "1 x 1 = 1"]),
+        (LightningEnvironment, {}, 2, 2, ["MASTER_PORT, NODE_RANK", "trainer.num_nodes=1", "torchrun --nnodes=2"]),
+        (LightningEnvironment, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, 2, 2, ["expected NODE_RANK", "0 .. 1"]),
+        (LightningEnvironment, {**BY_HAND, "NODE_RANK": "2"}, 2, 2, ["NODE_RANK", "0 .. 1", "'2'"]),
     ],
 )
 def test_a_wrong_allocation_says_expected_found_and_what_to_change(
@@ -91,7 +97,7 @@ def test_a_wrong_allocation_says_expected_found_and_what_to_change(
     with pytest.raises(ConfigError) as caught:
         allocation.check_allocation(environment(), nodes=nodes, devices=devices)
     assert all(word in str(caught.value) for word in words), caught.value
-    if variables is not UNEVEN:
+    if variables is not UNEVEN and environment is not LightningEnvironment:
         allocation.check_allocation(environment(), nodes=2, devices=2)
 
 
@@ -102,21 +108,10 @@ def test_srun_without_tasks_per_node() -> None:
     allocation.check_srun({})
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({}, ["MASTER_ADDR, MASTER_PORT, NODE_RANK", "trainer.num_nodes=1", "torchrun --nnodes=2"]),
-        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["expected NODE_RANK", "0 .. 1"]),
-        ({"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "2"}, ["NODE_RANK", "0 .. 1", "'2'"]),
-    ],
-)
-def test_nodes_that_are_started_by_hand_are_told_where_they_are(variables: dict[str, str], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        allocation.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=variables)
-    assert all(word in str(caught.value) for word in words), caught.value
-    rightly = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
-    allocation.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=rightly)
-    allocation.check_allocation(LightningEnvironment(), nodes=1, devices=2, environ={})
+def test_nodes_that_are_started_by_hand_are_told_where_they_are(environ: Any) -> None:
+    for variables, nodes in ((BY_HAND, 2), ({}, 1)):
+        environ(**variables)
+        allocation.check_allocation(LightningEnvironment(), nodes=nodes, devices=2)
 
 
 # -- mpirun without mpi4py --------------------------------------------------------------------------------------------
@@ -212,3 +207,23 @@ def test_a_checkpoint_that_is_a_folder_is_whole_with_its_metadata(tmp_path: Path
     assert resume.newest_checkpoint([tmp_path]) is None
     (tmp_path / "step-1.ckpt" / ".metadata").write_bytes(b"")
     assert resume.newest_checkpoint([tmp_path]) == tmp_path / "step-1.ckpt"
+
+
+class Started(Exception):
+    pass
+
+
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+@pytest.mark.parametrize("function", ["fit", "validate"])
+def test_a_missing_checkpoint_is_refused_before_the_start(
+    start_method: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = mock.Mock(side_effect=Started)
+    monkeypatch.setattr(launchers.ScriptLauncher, "_call_children_scripts", start)
+    monkeypatch.setattr(launchers.ForkLauncher, "_fit_to_fork", start)
+    (tmp_path / "there.ckpt").touch()
+    for path, error in {"missing.ckpt": ConfigError, "there.ckpt": Started, "": Started}.items():
+        strategy = ZeroStrategy("zero3", start_method=start_method)
+        run = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+        with pytest.raises(error, match="missing.ckpt.: there is nothing" if error is ConfigError else None):
+            getattr(run, function)(BoringModel(), ckpt_path=str(tmp_path / path) if path else "last")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -28,30 +27,22 @@ def meet(
     world_size: int,
     *,
     store: Any = None,
-    change: Callable[[int, dict[str, Any]], None] = lambda rank, arguments: None,
+    shared: Mapping[int, Any] | None = None,
+    expected: Mapping[int, int] | None = None,
     timeout_s: float = 10.0,
 ) -> list[Any]:
-    """What joining returns or raises, on each rank."""
+    """What joining returns or raises, on each rank; what some of them share or how many they expect is another."""
     store = store if store is not None else dist.HashStore()
-    found: list[Any] = [None] * len(ranks)
 
-    def hold(index: int, rank: int) -> None:
-        arguments: dict[str, Any] = {"own": member(rank, world_size), "shared": SHARED}
-        change(rank, arguments)
+    def join(rank: int) -> Any:
+        own, says = member(rank, (expected or {}).get(rank, world_size)), (shared or {}).get(rank, SHARED)
         try:
-            # A connection waits for one thing at a time.
-            connection = store.clone() if isinstance(store, dist.TCPStore) else store
-            joins = Rendezvous(connection, where="node0:1", timeout_s=timeout_s, per_node=2, **arguments)
-            found[index] = joins.join()
+            return Rendezvous(store, own=own, shared=says, where="node0:1", timeout_s=timeout_s, per_node=2).join()
         except StartError as error:
-            found[index] = error
+            return error
 
-    threads = [threading.Thread(target=hold, args=(i, rank)) for i, rank in enumerate(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(join, ranks))
 
 
 @pytest.fixture(autouse=True)
@@ -106,10 +97,7 @@ DIFFERENCES: list[tuple[dict[int, Any], str]] = [
 
 @pytest.mark.parametrize(("others", "said"), DIFFERENCES, ids=["versions", "settings", "both"])
 def test_a_rank_that_differs_is_named_with_keys_and_values(others: dict[int, Any], said: str) -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        arguments["shared"] = others.get(rank, SHARED)
-
-    for error in meet([0, 1, 2, 3], 4, change=change):
+    for error in meet([0, 1, 2, 3], 4, shared=others):
         assert text_of(error).startswith(said)
 
 
@@ -121,10 +109,7 @@ def test_a_second_rank_of_one_number_is_refused() -> None:
 
 
 def test_ranks_that_expect_other_numbers_of_ranks() -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        arguments["own"] = member(rank, 3 if rank else 2)
-
-    for error in meet([0, 1], 2, change=change):
+    for error in meet([0, 1], 2, expected={1: 3}):
         assert "expected 2 ranks" in text_of(error) and "got 3 from rank 1 on node0" in text_of(error)
 
 
@@ -184,10 +169,3 @@ def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     said = r"MASTER_ADDR: expected an address of the node of rank 0, .* got 192\.0\.2\.1"
     with pytest.raises(StartError, match=said):
         open_store("192.0.2.1", 1, rank=0, timeout=timedelta(seconds=5), wait_s=60)
-
-
-def test_ranks_meet_over_a_tcp_store() -> None:
-    store = open_store("127.0.0.1", 0, rank=0, timeout=timedelta(seconds=5), wait_s=5)
-    found = meet([0, 1, 2], 3, store=store)
-    assert len(found[0]) == 3 and found[1] == found[2] == {}
-    assert json.loads(dist.PrefixStore("lightning_zero/start/1", store).get("shared")) == SHARED

@@ -129,11 +129,8 @@ class Ran:
     @property
     def seen(self) -> dict[str, Any]:
         """Losses, metrics, whole weights, rates and steps, and what the module has noted."""
-        return {
-            "losses": list(getattr(self.module, "losses", [])),
-            "evaluated": list(getattr(self.module, "evaluated", [])),
-            "rates": list(getattr(self.module, "rates", [])),
-            "noted": list(getattr(self.module, "noted", [])),
+        noted = ("losses", "evaluated", "rates", "noted")
+        return {name: list(getattr(self.module, name, [])) for name in noted} | {
             "metrics": {k: float(v) for k, v in sorted(self.trainer.callback_metrics.items())},
             "weights": self.weights,
             "steps": self.trainer.global_step,

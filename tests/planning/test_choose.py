@@ -1,4 +1,4 @@
-"""``auto``: what is chosen fits, no faster row does, and the largest micro-batch is the largest."""
+"""``auto``: what is chosen fits, no faster row does, and the largest micro-batch is the largest. Times of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, with_reserv
 from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits, Phase
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
-from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, expected, sent_by
+from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, Rates, expected, least_seconds, sent_by, work_of
 
 CANDIDATES = [(stage, offload, OffloadConfig()) for stage, offload in allowed_rows() if "nvme" not in offload.name]
 UNITS = 3
@@ -137,3 +137,35 @@ def test_the_slowest_resource_binds() -> None:
     assert found.binding == "network" and found.seconds > found.resources["network"]
     on_cpu = expected(plans, limits, 1e9, CPU_RATES, on_cpu=True)
     assert on_cpu.seconds == pytest.approx(sum(on_cpu.resources.values()))
+
+
+# -- the least time of a step -----------------------------------------------------------------------------------------
+
+
+UNIT = Rates(compute=1, device_memory=1, host_memory=1, to_device=1, to_host=1, disk_read=1, disk_write=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (Offload.none, {"device_memory": 28}),
+        (Offload.optimizer_cpu, {"host_memory": 28, "to_host": 4, "to_device": 4}),
+        (Offload.cpu, {"host_memory": 28, "to_host": 4, "to_device": 8}),
+        (Offload.optimizer_nvme, {"host_memory": 28, "to_host": 4, "to_device": 2, "disk": 12 + 6}),
+        (Offload.nvme, {"host_memory": 28, "to_host": 4, "to_device": 4, "disk": 12 + 6 + 4 + 1}),
+    ],
+)
+def test_work_of_a_row_by_resource(row: Offload, expected: dict[str, int]) -> None:
+    """By parameter, under bf16 with fp32 gradients."""
+    shape = BucketShape(1, (8192,), Itemsizes(2, 4, 4, 4))
+    work = work_of([place(shape, STAGES[Stage.zero3], OFFLOADS[row], 1)], flops=0.0)
+    assert {name: s / 8192 for name, s in work.seconds(UNIT).items() if s} == expected
+
+
+def test_a_step_behind_the_backward_hides_behind_the_next_forward() -> None:
+    shape = BucketShape(1, (100,), Itemsizes(4, 4, 4, 4))
+    work = work_of([place(shape, STAGES[Stage.zero3], OFFLOADS[Offload.optimizer_cpu], 1)], flops=0.0)
+    step = work.host_memory
+    work.compute = 1.5 * step
+    assert least_seconds(work, UNIT) == pytest.approx(step + step)
+    assert least_seconds(work, UNIT, micro_batches=3) == pytest.approx(1.5 * step * 8 / 9 + step)

@@ -1,7 +1,9 @@
-"""What ranks send each other: values come back as they were, and what a stranger sends is not run."""
+"""What ranks send each other comes back as it was, a stranger's messages are not run; what all say is said once."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, open_waits
 from lightning_zero.config import Stage
 from lightning_zero.planning.boxes import Box
+from lightning_zero.ranks import mailbox
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.messages import dumps, loads
 from lightning_zero.trainer.memory.auto_row import Decision
@@ -128,3 +131,20 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert broadcast_object(world, {"a": (waits.rank,)}, 1, waits) == {"a": (1,)}
     assert collect_objects(world, waits.rank, waits, "a test") == ([0, 1] if waits.rank == 0 else None)
     waits.close()
+
+
+def printed(text: str) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        mailbox.say_once(text)
+    return said.getvalue()
+
+
+@on_ranks(2, 3)
+def test_a_text_of_all_ranks_is_printed_once_and_any_other_by_each() -> None:
+    rank = dist.get_rank()
+    assert printed("all ranks fail alike") == ("" if rank else "all ranks fail alike\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mailbox, "SAID_S", 0.2)
+        assert printed(f"rank {rank} fails") == f"rank {rank} fails\n"
+        if rank == 1:
+            assert printed("this rank alone fails") == "this rank alone fails\n"

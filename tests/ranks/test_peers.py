@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -41,8 +44,7 @@ def answering(peers: list[Peers], silent: int | None = None) -> Iterator[None]:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank is on a machine of its own."""
-    names = iter(range(100))
-    monkeypatch.setattr(module, "machine", lambda: f"machine {next(names)}")
+    monkeypatch.setattr(module, "machine", map("machine {}".format, itertools.count()).__next__)
     monkeypatch.setattr(module, "DYING_S", 0.0)
 
 
@@ -105,19 +107,15 @@ def test_an_exception_of_a_ranks_own_is_told_and_consequences_are_not(elsewhere:
 def test_without_the_store_it_is_its_holder(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
-    class Gone:
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError("gone")
-
+    gone = SimpleNamespace(**dict.fromkeys(("get", "set", "check", "compare_set"), mock.Mock(side_effect=RuntimeError)))
     _, peers = ranks(2)
     peers[1].answer()
-    peers[1]._store = Gone()
+    peers[1]._store = gone
     assert peers[1].culprit().startswith("rank 0 (on ") and "holds the store, has ended" in peers[1].culprit()
-    peers[0].tell(KeyError("told before"))
     _, peers = ranks(2)
     peers[0].tell(KeyError("told before"))
     peers[1].answer()
-    peers[1]._store = Gone()
+    peers[1]._store = gone
     assert "told before" in peers[1].culprit()
 
 

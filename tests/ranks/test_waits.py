@@ -41,8 +41,6 @@ def test_a_stall_names_the_operation_the_ranks_and_their_places() -> None:
             assert all(part in str(caught.value) for part in (*said, f"rank {comm.rank} waited")), caught.value
         comm.waits.close()  # messages were lost on these groups: they are not given back to the pool
 
-    # Messages were lost on these groups: they are not given back to the pool.
-
 
 @on_ranks(2)
 def test_a_small_agreement_stalls_too() -> None:

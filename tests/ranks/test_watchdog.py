@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -19,42 +19,22 @@ from lightning_zero.ranks import peers as peers_module
 from lightning_zero.ranks import watchdog as module
 from lightning_zero.ranks.peers import is_alive
 from lightning_zero.ranks.watchdog import EXIT_CODE, Watchdog
-from tests.harness import free_port
+from tests.harness import ROOT, free_port, run_command
 
 FOREVER_S = 60.0
 LONG_S = 1.2  # one that stands still and is watched has ended by then
 NUMBER = 10**6
 
 
-PROGRAM = """
+WATCHED = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
 from lightning_zero.ranks import watchdog as module
 
 class Comm:
-    world_size, place, issued, stall_timeout_s, waiting = 3, "gather of unit blocks.1", 7, 30.0, ""
-
-module.EVERY_S, module.STANDSTILL_S = 0.1, 1.0
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-comm = Comm()
-comm.rank = rank
-store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=30), wait_for_workers=False)
-dog = module.Watchdog(comm, store, number=1, notices_broken_connections=False)
-time.sleep(0.5)
-print("here", flush=True)
-time.sleep(60)  # as in a kernel that never ends
-"""
-
-
-SLOW_STORE = """
-import time
-from datetime import timedelta
-import torch.distributed as dist
-from lightning_zero.ranks import watchdog as module
-
-class Comm:
-    rank, world_size, place, issued, stall_timeout_s, waiting, asked = 0, 2, "here", 7, 30.0, "", {}
+    rank, port, world_size = map(int, sys.argv[1:])
+    place, issued, stall_timeout_s, waiting, asked = "gather of unit blocks.1", 7, 30.0, "", {}
 
 class Slow:
     def __getattr__(self, name):
@@ -63,12 +43,28 @@ class Slow:
         except dist.DistStoreError:
             return getattr(store, name)
 
-module.EVERY_S = 0.02
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+limit = timedelta(seconds=30)
+store = dist.TCPStore("127.0.0.1", Comm.port, is_master=Comm.rank == 0, timeout=limit, wait_for_workers=False)
 comm = Comm()
+"""
+STANDS_STILL = (
+    WATCHED
+    + """
+module.EVERY_S, module.STANDSTILL_S = 0.1, 1.0
+dog = module.Watchdog(comm, store, number=1, notices_broken_connections=False)
+time.sleep(0.5)
+print("here", flush=True)
+time.sleep(60)  # as in a kernel that never ends
+"""
+)
+SLOW_STORE = (
+    WATCHED
+    + """
+module.EVERY_S = 0.02
 dog = module.Watchdog(comm, Slow(), number=1, notices_broken_connections=False)
 time.sleep(0.5)
 """
+)
 
 
 class Side:
@@ -219,95 +215,65 @@ def test_a_rank_of_another_machine_is_missed_after_the_timeout(
     assert "rank 2: rank 1 (on " in said  # and not rank 0, which ended before it, of the same cause
 
 
-def test_a_slow_rank_is_taken_back(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_is_taken_back(sides: Sides) -> None:
     ranks = sides(2, limit_s=1.0)
-    beats, ranks[1].dog.peers._store = ranks[1].dog.peers._store, Silent(ranks[1].dog.peers._store)
+    store = ranks[1].dog.peers._store
+    ranks[1].dog.peers._store = mock.Mock(wraps=store, set=lambda *_: None)  # swallows what is written
     assert seen_within(5, lambda: ranks[0].dog._gone is not None)
     ranks[0].issued += 1
-    ranks[1].dog.peers._store = beats
+    ranks[1].dog.peers._store = store
     assert seen_within(1, lambda: ranks[0].dog._gone is None)
     assert not seen_within(LONG_S, lambda: bool(ranks[0].ended))
 
 
-class Silent:
-    """A store that swallows what is written."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def set(self, key: str, value: str) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-
-class Stuck:
-    """A store behind a network that is cut: it neither answers nor fails."""
-
-    def __init__(self) -> None:
-        self.network = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: self.network.wait(FOREVER_S)
-
-
-def cut_off(side: Side) -> Stuck:
-    store = Stuck()
-    side.dog._store = side.dog.peers._store = store
-    return store
+@contextmanager
+def cut_off(dog: Watchdog) -> Iterator[None]:
+    """Its store is behind a network that is cut: it neither answers nor fails."""
+    assert seen_within(2, lambda: dog.peers.knows_holder)
+    network = threading.Event()
+    answers = dict.fromkeys(("get", "set", "check", "compare_set"), lambda *_: network.wait(FOREVER_S))
+    dog._store = dog.peers._store = SimpleNamespace(**answers)
+    try:
+        yield
+    finally:
+        network.set()
 
 
 def test_a_store_that_does_not_answer_ends_a_rank_that_waits(sides: Sides, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = sides(2, limit_s=1.0)
-    assert seen_within(2, lambda: ranks[1].dog.peers.knows_holder)
-    store = cut_off(ranks[1])
-    assert seen_within(8, lambda: bool(ranks[1].ended))
-    assert "rank 1: rank 0 (on " in capfd.readouterr().err
-    store.network.set()
+    with cut_off(ranks[1].dog):
+        assert seen_within(8, lambda: bool(ranks[1].ended))
+        assert "rank 1: rank 0 (on " in capfd.readouterr().err
 
 
 def test_messages_do_not_wait_for_a_store_that_does_not_answer(sides: Sides) -> None:
-    ranks = sides(2)
-    assert seen_within(2, lambda: ranks[1].dog.peers.knows_holder)
-    store = cut_off(ranks[1])
-    dog, started = ranks[1].dog, time.monotonic()
-    assert dog.places_and_silent() is None
-    assert dog.culprit().startswith("rank 0 (on ")
-    assert dog.missing("here", 0.1) == [0]
-    dog.tell(KeyError("planned"))
-    assert time.monotonic() - started < 4
-    store.network.set()
+    dog = sides(2)[1].dog
+    with cut_off(dog):
+        started = time.monotonic()
+        assert dog.places_and_silent() is None
+        assert dog.culprit().startswith("rank 0 (on ")
+        assert dog.missing("here", 0.1) == [0]
+        dog.tell(KeyError("planned"))
+        assert time.monotonic() - started < 4
 
 
 def test_process_exits_cleanly_while_its_watchdog_asks_the_store() -> None:
     """C++ aborts a process whose interpreter goes while a thread of Python's is inside the store."""
-    ended = subprocess.run([sys.executable, "-c", SLOW_STORE], cwd=Path(__file__).parents[2], capture_output=True)
-    assert ended.returncode == 0, ended.stderr
+    run_command("python", "-c", SLOW_STORE, 0, 0, 2, code=0)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 2])
-def test_processes_that_wait_for_a_killed_one_end_and_name_it(killed: int, tmp_path: Path) -> None:
+def test_processes_that_wait_for_a_killed_one_end_and_name_it(killed: int) -> None:
     """Rank 0 holds the store, so that its end is seen in another way."""
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), port],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(3)
-    ]
+    command, port = [sys.executable, "-c", STANDS_STILL], free_port()
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    ranks = [subprocess.Popen([*command, *map(str, (rank, port, 3))], **pipes) for rank in range(3)]
     try:
         for process in ranks:
-            assert process.stdout is not None and process.stdout.readline() == "here\n", process.stderr
-        ranks[killed].send_signal(signal.SIGKILL)
-        others = [p for rank, p in enumerate(ranks) if rank != killed]
-        for process in others:
+            assert process.stdout.readline() == "here\n", process.stderr
+        ranks[killed].kill()
+        for process in ranks[:killed] + ranks[killed + 1 :]:
             _, said = process.communicate(timeout=50)
             assert process.returncode == EXIT_CODE, said
             assert f"rank {killed} (" in said and "ends: it has stood still" in said, said

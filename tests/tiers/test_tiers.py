@@ -16,6 +16,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from lightning_zero.tiers.aio import DiskError, Syscalls
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.limits import available_host_memory
-from lightning_zero.tiers.nvme import NvmeTier
+from lightning_zero.tiers.nvme import NvmeTier, Regions
 from lightning_zero.tiers.pages import PAGE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
@@ -38,12 +39,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning
 FEW = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float64]
 NAMES = ["host", "nvme"]
-
-
-def make(name: str, path: Path, **nvme: Any) -> HostTier | NvmeTier:
-    if name == "nvme":
-        return NvmeTier(path, **{"rank": 0, "ring_count": 2, "ring_nbytes": 2 * PAGE, **nvme})
-    return HostTier()
 
 
 def noise(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -62,27 +57,36 @@ def unaligned(value: Tensor) -> Tensor:
     return value.new_empty(value.numel() + 1)[1:].copy_(value.view(-1))
 
 
-def put(tier: HostTier | NvmeTier, extent: Extent, value: Tensor) -> None:
-    if isinstance(tier, HostTier):
-        tier.resident(extent).copy_(value)
-    else:
-        tier.stage_out(extent, unaligned(value)).result()
+def put(tier: NvmeTier, extent: Extent, value: Tensor) -> None:
+    tier.stage_out(extent, unaligned(value)).result()
 
 
-def get(tier: HostTier | NvmeTier, extent: Extent) -> Tensor:
+def get(tier: NvmeTier, extent: Extent) -> Tensor:
     out = unaligned(noise(extent.numel, extent.dtype, 99))
-    if isinstance(tier, HostTier):
-        out.copy_(tier.resident(extent))
-    else:
-        tier.stage_in(extent, out).result()
+    tier.stage_in(extent, out).result()
     return out
+
+
+@contextmanager
+def nvme(path: Path, *wanted: Wanted, **kwargs: Any) -> Iterator[tuple[NvmeTier, list[Extent]]]:
+    with closing(NvmeTier(path, **{"rank": 0, "ring_count": 2, "ring_nbytes": 2 * PAGE, **kwargs})) as tier:
+        yield tier, tier.reserve(wanted)
+
+
+def late(seconds: Callable[[], float], call: Callable[..., int]) -> Callable[..., int]:
+    """``call`` after a pause."""
+
+    def paused(*args: Any) -> int:
+        time.sleep(seconds())
+        return call(*args)
+
+    return paused
 
 
 def refused(call: Callable[[], object], *parts: str) -> None:
     with pytest.raises(ConfigError) as caught:
         call()
-    for part in parts:
-        assert part in str(caught.value)
+    assert all(part in str(caught.value) for part in parts), caught.value
 
 
 # -- all tiers --------------------------------------------------------------------------------------------------------
@@ -94,17 +98,16 @@ def refused(call: Callable[[], object], *parts: str) -> None:
 def test_values_come_back_to_the_bit(name: str, tmp_path: Path, data: st.DataObject) -> None:
     sizes = st.tuples(st.integers(0, 9000), st.sampled_from(DTYPES))
     batches = data.draw(st.lists(st.lists(sizes, max_size=4), min_size=1, max_size=3))
-    ring = {"ring_count": data.draw(st.integers(1, 3)), "ring_nbytes": PAGE * data.draw(st.integers(1, 20))}
-    with closing(make(name, tmp_path, **ring)) as tier:
+    ring_count, pages = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 20))
+    in_files = partial(NvmeTier, tmp_path, rank=0, ring_count=ring_count, ring_nbytes=PAGE * pages)
+    with closing(HostTier() if name == "host" else in_files()) as tier:
         wanted = [[Wanted(f"e{i}", *size) for i, size in enumerate(batch)] for batch in batches]
         extents = [extent for batch in wanted for extent in tier.reserve(batch)]
         assert [(e.numel, e.dtype) for e in extents] == [size for batch in batches for size in batch]
         values = [noise(e.numel, e.dtype, seed) for seed, e in enumerate(extents)]
         outs = [noise(e.numel, e.dtype, 99) for e in extents]
         if isinstance(tier, HostTier):
-            for e, value in zip(extents, values, strict=True):
-                put(tier, e, value)
-            outs = [tier.resident(e) for e in extents]
+            outs = [tier.resident(e).copy_(value) for e, value in zip(extents, values, strict=True)]
         else:
             for stage, tensors in ((tier.stage_out, values), (tier.stage_in, outs)):
                 for future in [stage(e, tensor) for e, tensor in zip(extents, tensors, strict=True)]:
@@ -172,13 +175,6 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken() -> None:
     refused(lambda: HostTier(available=lambda: 1 << 62).reserve([Wanted("a", 1 << 50, torch.float32)]), "refused it")
 
 
-def fake_system(root: Path, files: dict[str, str], available_kib: int = 1000) -> Path:
-    for name, text in {"proc/meminfo": f"MemTotal: 5000 kB\nMemAvailable: {available_kib} kB\n", **files}.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
 def cgroup(kind: int, limit: object, usage: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kind == 1 else ("memory.max", "memory.current")
     prefix = "total_" if kind == 1 else ""
@@ -211,28 +207,25 @@ V1_SELF = "11:cpu,cpuacct:/x\n4:hugetlb,memory:/job/a\n0::/\n"
     ],
 )
 def test_available_memory_is_the_cgroups(tmp_path: Path, files: dict[str, str], expected: int) -> None:
-    assert available_host_memory(fake_system(tmp_path, files)) == expected
+    for name, text in {"proc/meminfo": "MemTotal: 5000 kB\nMemAvailable: 1000 kB\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_host_memory(tmp_path) == expected
 
 
 # -- nvme -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def nvme(path: Path, *wanted: Wanted, **kwargs: Any) -> Iterator[tuple[NvmeTier, list[Extent]]]:
-    with closing(NvmeTier(path, **{"rank": 0, "ring_count": 2, "ring_nbytes": 2 * PAGE, **kwargs})) as tier:
-        yield tier, tier.reserve(wanted)
-
-
 def test_one_preallocated_file_of_whole_pages_and_no_more_than_the_ring(tmp_path: Path) -> None:
     lent: list[int] = []
 
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def pause() -> float:
         lent.append(len(tier.ring._lent))
-        time.sleep(0.002)
-        return os.preadv(fd, buffers, offset)
+        return 0.002
 
     wanted = [Wanted("a", 5000, torch.float32), Wanted("b", 1, torch.bfloat16)]
-    with nvme(tmp_path, *wanted, rank=3, ring_count=2, syscalls=Syscalls(preadv=preadv)) as (tier, extents):
+    calls = Syscalls(preadv=late(pause, os.preadv))
+    with nvme(tmp_path, *wanted, rank=3, syscalls=calls) as (tier, extents):
         assert tier.nbytes == 5 * PAGE + PAGE and tier.ring.nbytes == 4 * PAGE
         (file,) = tmp_path.rglob("*.bin")
         assert file.name == "rank00003.bin" and file.stat().st_size == 6 * PAGE
@@ -248,11 +241,10 @@ def test_one_preallocated_file_of_whole_pages_and_no_more_than_the_ring(tmp_path
 def test_operations_on_an_extent_keep_their_order_under_random_delays(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
 
-    def late(call: Callable[..., int], *args: Any) -> int:
-        time.sleep(rng.random() * 0.004)
-        return call(*args)
+    def pause() -> float:
+        return rng.random() * 0.004
 
-    calls = Syscalls(preadv=partial(late, os.preadv), pwritev=partial(late, os.pwritev))
+    calls = Syscalls(preadv=late(pause, os.preadv), pwritev=late(pause, os.pwritev))
     wanted = [Wanted(f"e{i}", 3000, torch.float32) for i in range(4)]
     with nvme(tmp_path, *wanted, syscalls=calls) as (tier, extents):
         seen: list[tuple[Tensor, float]] = []
@@ -268,12 +260,8 @@ def test_operations_on_an_extent_keep_their_order_under_random_delays(tmp_path: 
 
 
 def test_freed_places_are_used_again_and_free_waits(tmp_path: Path) -> None:
-    def pwritev(*args: Any) -> int:
-        time.sleep(0.05)
-        return os.pwritev(*args)
-
-    with nvme(tmp_path, Wanted("a", 3000, torch.float32)) as (tier, extents):
-        tier._file.syscalls.pwritev = pwritev
+    calls = Syscalls(pwritev=late(lambda: 0.05, os.pwritev))
+    with nvme(tmp_path, Wanted("a", 3000, torch.float32), syscalls=calls) as (tier, extents):
         for _ in range(3):
             future = tier.stage_out(extents[0], torch.ones(3000))
             tier.free(extents)
@@ -300,8 +288,7 @@ def test_an_nvme_budget_and_a_full_disk_are_refused_before_training(tmp_path: Pa
 
 
 def test_paths_that_cannot_work_are_refused(tmp_path: Path) -> None:
-    def read_only(path: str, flags: int, mode: int) -> int:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    read_only = mock.Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
 
     def read_only_data(path: str, flags: int, mode: int) -> int:
         return os.open(path, flags, mode) if path.endswith(".lock") else read_only(path, flags, mode)
@@ -372,13 +359,11 @@ def test_a_write_that_fails_is_not_forgotten_until_it_is_made_good(tmp_path: Pat
 
 
 def test_close_waits_and_leaves_no_file_thread_or_descriptor(tmp_path: Path) -> None:
-    def pwritev(*args: Any) -> int:
-        time.sleep(0.03)
-        return os.pwritev(*args)
-
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     (tmp_path / "users.txt").write_text("mine")
-    tier = NvmeTier(tmp_path, rank=0, ring_count=1, ring_nbytes=PAGE, syscalls=Syscalls(pwritev=pwritev))
+    tier = NvmeTier(
+        tmp_path, rank=0, ring_count=1, ring_nbytes=PAGE, syscalls=Syscalls(pwritev=late(lambda: 0.03, os.pwritev))
+    )
     (extent,) = tier.reserve([Wanted("a", 4096, torch.float32)])
     future = tier.stage_out(extent, unaligned(torch.ones(4096)))
     tier.close()
@@ -468,8 +453,8 @@ def test_a_worker_that_outlives_its_trainer_does_not_hold_the_path(tmp_path: Pat
     try:
         with forked(trainer):
             pass
-        with nvme(tmp_path) as (tier, _):
-            assert tier.nbytes == 0
+        with nvme(tmp_path):
+            pass
     finally:
         os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
 
@@ -519,3 +504,36 @@ def test_host_memory_is_pinned_for_a_gpu() -> None:
     with closing(HostTier(accelerator_of(torch.device("cuda", 0)))) as tier:
         (extent,) = tier.reserve([Wanted("e", 3 * MIB // 4, torch.float32)])
         assert tier.resident(extent).is_pinned()
+
+
+# -- regions of a file ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 100)), max_size=40))
+def test_regions_do_not_overlap_and_holes_are_whole(steps: list[tuple[int, int]]) -> None:
+    regions, taken, length = Regions(), list[tuple[int, int]](), 0
+
+    def ensure(nbytes: int) -> None:
+        nonlocal length
+        length = max(length, nbytes)
+
+    for nbytes, choice in steps:
+        if nbytes:
+            holes = [high - low for low, high in regions.holes]
+            before = regions.end
+            low = regions.take(nbytes, ensure)
+            assert (regions.end == before) == (max(holes, default=0) >= nbytes)
+            taken.append((low, low + nbytes))
+        elif taken:
+            regions.give_back(*taken.pop(choice % len(taken)))
+        everything = sorted([*taken, *regions.holes])
+        assert everything == sorted({*taken, *regions.holes})
+        ends = [0, *(high for _, high in everything)]
+        assert ends[:-1] == [low for low, _ in everything] and ends[-1] == regions.end <= length
+        touching = zip(regions.holes, regions.holes[1:], strict=False)
+        assert all(first[1] < second[0] for first, second in touching)
+        assert all(high < regions.end for _, high in regions.holes)
+    for region in taken:
+        regions.give_back(*region)
+    assert regions.end == 0 and not regions.holes

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tests.lightning_table.bench import Bench, variant
 from tests.lightning_table.table import heading
-from tests.trainer.toys import Block, Lit, WithBatchNorm, seeded
+from tests.trainer.toys import Block, Fails, Lit, WithBatchNorm, seeded
 
 feature = heading("Callbacks")
 
@@ -35,12 +36,12 @@ def early_stopping(bench: Bench) -> Any:
 def early_stopping_finite(bench: Bench) -> Any:
     """The step that it stops at, once the loss of one rank is NaN"""
 
-    class Fails(Lit):
+    class Diverges(Lit):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             bad = self.trainer.current_epoch == 1 and self.global_rank == 0
             self.log("val", torch.tensor(float("nan") if bad else 1.0), sync_dist=True)
 
-    ran = bench.fit(seeded(Fails), max_epochs=5, callbacks=[cb.EarlyStopping("val", check_finite=True)])
+    ran = bench.fit(seeded(Diverges), max_epochs=5, callbacks=[cb.EarlyStopping("val", check_finite=True)])
     assert ran.trainer.current_epoch == 2
     return ran.seen
 
@@ -81,31 +82,19 @@ for _name, _how in SAVES.items():
     feature(f"ModelCheckpoint({_name})")(_saving(*_how))
 
 
-class Raises(Lit):
-    """On all ranks, in its third step."""
+def _interrupted(make: Any) -> Any:
+    def saved(bench: Bench) -> Any:
+        """The error, names of files and contents"""
+        settings = {"enable_checkpointing": True, "callbacks": [make(bench.root)]}
+        return bench.raised(lambda: bench.fit(seeded(lambda: Fails(2)), **settings)), bench.contents()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step == 2:
-            raise ZeroDivisionError
-        return super().training_step(batch, batch_idx)
-
-
-@feature("ModelCheckpoint(save_on_exception)")
-def checkpoint_on_exception(bench: Bench) -> Any:
-    """The error, names of files and contents"""
-    callback = ModelCheckpoint(bench.root, "{step}", save_on_exception=True)
-    error = bench.raised(lambda: bench.fit(seeded(Raises), enable_checkpointing=True, callbacks=[callback]))
-    return error, bench.contents()
+    return saved
 
 
-@feature("OnExceptionCheckpoint")
-def on_exception_checkpoint(bench: Bench) -> Any:
-    """The error, and what is in the file"""
-
-    keeps = variant(cb.OnExceptionCheckpoint, teardown=lambda *_, **__: None)  # Lightning's removes the file
-    callbacks = [keeps(bench.root)]
-    error = bench.raised(lambda: bench.fit(seeded(Raises), enable_checkpointing=True, callbacks=callbacks))
-    return error, bench.contents()
+_KEEPS = variant(cb.OnExceptionCheckpoint, teardown=lambda *_, **__: None)  # Lightning's removes the file
+_SAVES = partial(ModelCheckpoint, filename="{step}", save_on_exception=True)
+feature("ModelCheckpoint(save_on_exception)")(_interrupted(_SAVES))
+feature("OnExceptionCheckpoint")(_interrupted(_KEEPS))
 
 
 @feature("LearningRateMonitor")
@@ -160,13 +149,12 @@ def ema(bench: Bench) -> Any:
     return ran.seen, bench.contents()
 
 
-class Flat(Lit):
+def flat(**settings: Any) -> Lit:
     """Without layer norms, whose weights have one dimension."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        for block in self.blocks:
-            block.norm = nn.Identity()
+    module = Lit(**settings)
+    for block in module.blocks:
+        block.norm = nn.Identity()
+    return module
 
 
 class Pruning(cb.ModelPruning):
@@ -193,7 +181,7 @@ def pruning(bench: Bench) -> Any:
     found = []
     for settings in PRUNINGS:
         callback = Pruning("l1_unstructured", amount=0.3, **settings)
-        ran = bench.fit(seeded(lambda: Flat(optimizer="adamw", lr=0.2)), callbacks=[callback])
+        ran = bench.fit(seeded(lambda: flat(optimizer="adamw", lr=0.2)), callbacks=[callback])
         file = torch.load(ran.save(), weights_only=False)
         assert sum(int((value == 0).sum()) for value in file["state_dict"].values()) > 30
         found.append((ran.seen, dict(sorted(file["state_dict"].items()))))
@@ -205,7 +193,7 @@ def pruning(bench: Bench) -> Any:
 def pruning_structured(bench: Bench) -> Any:
     by_norm = {"use_global_unstructured": False, "pruning_dim": 0, "pruning_norm": 1, "parameter_names": ["weight"]}
     callback = cb.ModelPruning("ln_structured", amount=0.3, use_lottery_ticket_hypothesis=False, **by_norm)
-    return bench.fit(seeded(Flat), callbacks=[callback]).seen
+    return bench.fit(seeded(flat), callbacks=[callback]).seen
 
 
 class Backbone(Lit):
@@ -248,30 +236,19 @@ feature("BackboneFinetuning", beside="auto")(_finetuned(cb.BackboneFinetuning, *
 feature("BaseFinetuning", beside="auto")(_finetuned(Unfreeze))
 
 
-class Tuned(Lit):
-    """Whose rate and batch size a tuner changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr, self.batch_size = 0.05, 2
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-
 @feature("LearningRateFinder")
 def learning_rate_finder(bench: Bench) -> Any:
     """The rate it finds, losses and weights after it"""
     callbacks = [cb.LearningRateFinder(num_training_steps=16)]
-    ran = bench.fit(seeded(Tuned), count=96, max_epochs=1, callbacks=callbacks)
-    assert ran.module.lr != 0.05
-    return ran.module.lr, ran.weights, [path for path in bench.files() if "lr_find" in path]
+    ran = bench.fit(count=96, max_epochs=1, callbacks=callbacks)
+    assert ran.module.hparams.lr != 0.05
+    return ran.module.hparams.lr, ran.weights, [path for path in bench.files() if "lr_find" in path]
 
 
 @feature("BatchSizeFinder", ddp_raises="distributed")
 def batch_size_finder(bench: Bench) -> Any:
     """Lightning finds a batch size on one rank only"""
-    return bench.fit(seeded(Tuned), callbacks=[cb.BatchSizeFinder()])
+    return bench.fit(callbacks=[cb.BatchSizeFinder()])
 
 
 @feature("Timer")

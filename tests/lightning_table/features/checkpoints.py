@@ -22,28 +22,23 @@ def _adam(seed: int = 3) -> Any:
     return seeded(lambda: Lit(optimizer="adamw", scheduler="step"), seed)
 
 
-@feature("trainer.save_checkpoint")
-def save(bench: Bench) -> Any:
-    """What is in the file: weights, optimizer states, schedulers, loops, hyper-parameters, all keys"""
-    bench.fit(_adam()).save()
-    return bench.contents()
+def _saved(**how: Any) -> Any:
+    def contents(bench: Bench) -> Any:
+        """What is in the file: weights, optimizer states, schedulers, loops, hyper-parameters, all keys"""
+        bench.fit(_adam()).save(**how)
+        return bench.contents()
+
+    return contents
 
 
-@feature("trainer.save_checkpoint(weights_only=True)")
-def save_weights(bench: Bench) -> Any:
-    """What is in the file"""
-    bench.fit(_adam()).save(weights_only=True)
-    return bench.contents()
+def _resumed(**first: Any) -> Any:
+    return lambda bench: bench.fit(_adam(5), ckpt_path=bench.fit(_adam(), **first).save()).seen
 
 
-@feature("resume: fit(ckpt_path)")
-def resume(bench: Bench) -> Any:
-    return bench.fit(_adam(5), ckpt_path=bench.fit(_adam(), max_epochs=1).save()).seen
-
-
-@feature("resume in the middle of an epoch")
-def resume_inside(bench: Bench) -> Any:
-    return bench.fit(_adam(5), ckpt_path=bench.fit(_adam(), max_steps=2, max_epochs=-1).save()).seen
+feature("trainer.save_checkpoint")(_saved())
+feature("trainer.save_checkpoint(weights_only=True)")(_saved(weights_only=True))
+feature("resume: fit(ckpt_path)")(_resumed(max_epochs=1))
+feature("resume in the middle of an epoch")(_resumed(max_steps=2, max_epochs=-1))
 
 
 @feature("resume from a file of DDP, and DDP from ours")

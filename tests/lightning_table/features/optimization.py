@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 from tests.lightning_table.bench import Bench, Notes, variant
 from tests.lightning_table.table import Refusal, heading
-from tests.trainer.toys import Block, Lit, seeded
+from tests.trainer.toys import Block, ByHand, Lit, seeded
 
 feature = heading("Optimization")
 
@@ -68,31 +68,26 @@ class Odd(Lit):
         self.blocks[1].up.weight = self.blocks[0].up.weight
 
 
-SCHEDULERS: dict[str, Any] = {
-    "StepLR by epoch": lambda o: {"scheduler": lr_scheduler.StepLR(o, 1, 0.5)},
-    "OneCycleLR by step": lambda o: {
-        "scheduler": lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10),
-        "interval": "step",
-    },
-    "ReduceLROnPlateau": lambda o: {
-        "scheduler": lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
-        "monitor": "val",
-    },
-    "SequentialLR, every second step": lambda o: {
-        "scheduler": lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 4)], milestones=[2]
-        ),
-        "interval": "step",
-        "frequency": 2,
-    },
-    "LambdaLR": lambda o: {"scheduler": lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch)},
+# With what Lightning is told of each.
+SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "StepLR by epoch": (lambda o: lr_scheduler.StepLR(o, 1, 0.5), {}),
+    "OneCycleLR by step": (lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10), {"interval": "step"}),
+    "ReduceLROnPlateau": (
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
+        {"monitor": "val"},
+    ),
+    "SequentialLR, every second step": (
+        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 4)], [2]),
+        {"interval": "step", "frequency": 2},
+    ),
+    "LambdaLR": (lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch), {}),
 }
 
 
-def _scheduled(make: Any) -> type:
+def _scheduled(make: Any, told: dict[str, Any]) -> type:
     def both(module: Any) -> Any:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-        return [optimizer], [make(optimizer)]
+        return [optimizer], [{"scheduler": make(optimizer), **told}]
 
     def rates_change(module: Any) -> None:
         assert len(set(module.rates)) > 1
@@ -100,18 +95,12 @@ def _scheduled(make: Any) -> type:
     return variant(configure_optimizers=both, on_train_end=rates_change)
 
 
-for _name, _make in SCHEDULERS.items():
-    feature(_name, fit={"max_epochs": 3})(_scheduled(_make))
-
-
-class Manual(Lit):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.automatic_optimization = False
+for _name, _how in SCHEDULERS.items():
+    feature(_name, fit={"max_epochs": 3})(_scheduled(*_how))
 
 
 @feature("manual optimization", fit={"count": 16})
-class ByHand(Manual):
+class StepsEverySecond(ByHand):
     def __init__(self) -> None:
         super().__init__(scheduler="step")
 
@@ -128,7 +117,7 @@ class ByHand(Manual):
 
 
 @feature("manual optimization with a closure, two backwards")
-class Closes(Manual):
+class Closes(ByHand):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
 
@@ -144,7 +133,7 @@ class Closes(Manual):
 
 
 @feature("several optimizers, toggle_optimizer, toggled_optimizer", fit=LOOKS)
-class Gan(Manual):
+class Gan(ByHand):
     """Losses, weights, rates of a generator and a discriminator that take turns"""
 
     def __init__(self) -> None:

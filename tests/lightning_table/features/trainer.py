@@ -10,12 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.lightning_table.bench import Bench, Notes, Ran, variant
 from tests.lightning_table.table import heading
-from tests.trainer.toys import Lit, Samples, seeded
+from tests.trainer.toys import Lit, Samples, WithBatchNorm, seeded
 
 feature = heading("Trainer")
 
@@ -147,20 +146,9 @@ def reload(bench: Bench) -> Any:
     return Ran(of, module).seen
 
 
-class Norm(Lit):
-    """On GPUs only"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
-
-
-feature("sync_batchnorm", ddp_raises="SyncBatchNorm", fit={"sync_batchnorm": True, "count": 8})(Norm)
-
-
-@feature("BatchNorm without sync_batchnorm")
-def batchnorm(bench: Bench) -> Any:
-    return bench.fit(seeded(Norm)).seen
+_ON_GPUS = variant(WithBatchNorm, __doc__="On GPUs only")
+feature("sync_batchnorm", ddp_raises="SyncBatchNorm", fit={"sync_batchnorm": True, "count": 8})(_ON_GPUS)
+feature("BatchNorm without sync_batchnorm")(variant(WithBatchNorm))
 
 
 @feature("estimated_stepping_batches, num_training_batches, world_size", fit={"accumulate_grad_batches": 2})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import re
 import sys
 from typing import Any
 
@@ -20,7 +21,6 @@ from lightning.pytorch.utilities.model_summary import summarize
 from torch import nn
 
 from tests.lightning_table.bench import Bench, Notes, Ran
-from tests.lightning_table.features.callbacks import Tuned
 from tests.lightning_table.table import heading
 from tests.trainer.toys import Lit, _quiet, seeded
 
@@ -91,26 +91,22 @@ class Looks(Notes):
         self.noted.append(str(summarize(self, max_depth=-1)))
 
 
-def _strategy_out(name: str) -> str:
-    """Actions of a strategy have its class in their name."""
-    return name.replace("[Strategy]DDPStrategy", "[Strategy]").replace("[Strategy]ZeroStrategy", "[Strategy]")
+def _profiled(kind: Any, actions: Any) -> Any:
+    def body(bench: Bench) -> Any:
+        """Names of actions, of a SimpleProfiler with their numbers; files"""
+        profiler = kind(bench.root, "out")
+        ran = bench.fit(profiler=profiler)
+        # Actions of a strategy have its class in their name.
+        names = {re.sub(r"]\w+Strategy", "]", name): number for name, number in actions(profiler).items()}
+        return ran.seen, dict(sorted(names.items())), bench.files("out*")
+
+    return body
 
 
-@feature("SimpleProfiler")
-def simple(bench: Bench) -> Any:
-    """Names of actions and their numbers, files"""
-    profiler = SimpleProfiler(bench.root, "out")
-    ran = bench.fit(profiler=profiler)
-    actions = {_strategy_out(name): len(times) for name, times in profiler.recorded_durations.items()}
-    return ran.seen, dict(sorted(actions.items())), bench.files("out*")
-
-
-@feature("AdvancedProfiler")
-def advanced(bench: Bench) -> Any:
-    """Names of actions, files"""
-    profiler = AdvancedProfiler(bench.root, "out")
-    ran = bench.fit(profiler=profiler)
-    return ran.seen, sorted(map(_strategy_out, profiler.profiled_actions)), bench.files("out*")
+feature("SimpleProfiler")(
+    _profiled(SimpleProfiler, lambda of: {name: len(times) for name, times in of.recorded_durations.items()})
+)
+feature("AdvancedProfiler")(_profiled(AdvancedProfiler, lambda of: dict.fromkeys(of.profiled_actions)))
 
 
 @feature("PyTorchProfiler", slow=True)
@@ -129,7 +125,7 @@ def pytorch_profiler(bench: Bench) -> Any:
 @feature("Tuner.lr_find")
 def lr_find(bench: Bench) -> Any:
     """Rates, losses, the suggestion; losses and weights after it"""
-    module, of = seeded(Tuned), bench.trainer()
+    module, of = seeded(Lit), bench.trainer()
     with contextlib.redirect_stderr(io.StringIO()):
         found = Tuner(of).lr_find(module, bench.loader(count=96), num_training=16, update_attr=True)
     return dict(found.results), found.suggestion(), bench.fit(module).seen
@@ -138,7 +134,7 @@ def lr_find(bench: Bench) -> Any:
 @feature("Tuner.scale_batch_size", ddp_raises="distributed")
 def scale_batch_size(bench: Bench) -> Any:
     """Lightning finds a batch size on one rank only"""
-    return Tuner(bench.trainer()).scale_batch_size(seeded(Tuned), bench.loader())
+    return Tuner(bench.trainer()).scale_batch_size(seeded(Lit), bench.loader())
 
 
 @feature("torch.compile(module)", slow=True)
