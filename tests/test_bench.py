@@ -107,11 +107,11 @@ def test_every_side_saves_loads_and_is_compared(sides: tuple[str, ...], only: st
 
 
 SMALL = {"vocab_size": 96, "n_layer": 3, "n_head": 4, "d_model": 64, "block_size": 64}
-BUCKETS = 3 * 2 + 2  # of a block: norms, the rest; of the root: norm, the rest
+SHARDED = 3 + 1  # a bucket of each block, and one of the root; norms are one more, which is replicated
 RANKS = 4096
 SHARD = SHARD_ALIGN  # elements of every bucket on every rank: the model is that small
 LAST = RANKS - 1
-OWNED = (BUCKETS - 1) * SHARD + 2 * 64  # elements of rank 0: the root's norm is smaller than a shard
+NORMS = 7 * 2 * 64
 
 
 def small(stage: int, rank: int, world_size: int = RANKS) -> Case:
@@ -126,23 +126,23 @@ def worker() -> Iterator[Callable[[Case], Result]]:
         yield lambda case: pool.submit(measure, case, 0).result()
 
 
-GATHERS = 2 + 2 * 2 * 2 + 2  # at stage 3: the root and the last block once, the others in forward and backward
+GATHERS = 1 + 2 * 2 + 1  # at stage 3: the root and the last block once, the others in forward and backward
 
 
 @pytest.mark.mainly(lambda stage: stage == 3)
 @pytest.mark.parametrize(
     ("stage", "counts"),
     [
-        (0, {"all_reduce": BUCKETS}),
-        (1, {"all_gather": BUCKETS, "reduce_scatter": BUCKETS}),
-        (2, {"all_gather": BUCKETS, "reduce_scatter": BUCKETS}),
-        (3, {"all_gather": GATHERS, "reduce_scatter": BUCKETS}),
+        (0, {"all_reduce": SHARDED + 1}),
+        (1, {"all_gather": SHARDED, "reduce_scatter": SHARDED, "all_reduce": 1}),
+        (2, {"all_gather": SHARDED, "reduce_scatter": SHARDED, "all_reduce": 1}),
+        (3, {"all_gather": GATHERS, "reduce_scatter": SHARDED, "all_reduce": 1}),
     ],
 )
 def test_steps_of_first_and_last_rank(stage: int, counts: dict[str, int], worker: Callable[[Case], Result]) -> None:
     first, last = worker(small(stage, 0)), worker(small(stage, LAST))
     for side in (first, last):
-        expected = (counts, 4, BUCKETS, BUCKETS * RANKS * SHARD)
+        expected = (counts, 4, SHARDED + 1, (SHARDED + 1) * RANKS * SHARD)
         assert (side.counts, side.units, side.buckets, side.padded_numel) == expected
     assert first.nbytes["grad"] == last.nbytes["grad"]
     assert first.exchanges == last.exchanges  # the order is agreed on in the first step only, and only at stage 3
@@ -150,12 +150,12 @@ def test_steps_of_first_and_last_rank(stage: int, counts: dict[str, int], worker
     if stage == 0:
         assert first.nbytes == last.nbytes and last.owned_numel == last.parameters
     else:
-        assert (first.owned_numel, first.nbytes["optim_state"]) == (OWNED, 2 * 4 * OWNED)
-        assert (last.owned_numel, last.fragments, last.nbytes["optim_state"]) == (0, 0, 0)  # it holds padding
+        for side, owned in ((first, SHARDED * SHARD + NORMS), (last, NORMS)):  # the last holds padding
+            assert (side.owned_numel, side.nbytes["optim_state"]) == (owned, 2 * 4 * owned)
     if stage == 3:
         whole = sum(first.nbytes[role] for role in ("compute_param", "master_param", "grad"))
         assert whole == sum(last.nbytes[role] for role in ("compute_param", "master_param", "grad"))
-        assert whole == BUCKETS * SHARD * (4 + 4)  # master and gradient, both fp32
+        assert whole == (SHARDED + RANKS) * SHARD * (4 + 4)  # master and gradient, both fp32; of norms all
 
 
 @pytest.mark.full
@@ -173,5 +173,6 @@ def test_growth_with_the_number_of_ranks_is_flat(worker: Callable[[Case], Result
         assert max(few, many) <= 1.001 * min(few, many), calls
     assert max(calls) <= 1.001 * calls[0], calls
     assert [r.norm_table_nbytes for r in results] == [8 * world for world in worlds]
-    rest = [sum(r.nbytes.values()) for r in results]
+    norms = [(4 + 4) * -(-NORMS // (world * SHARD)) * world * SHARD for world in worlds]  # master and gradient
+    rest = [sum(r.nbytes.values()) - whole for r, whole in zip(results, norms, strict=True)]
     assert rest == sorted(rest, reverse=True)
