@@ -430,8 +430,8 @@ class Communicator:
         slices, among = full.chunk(self.shard_size // self.sum_size), self._members("node_sum")
         send = partial(self._transport.reduce, total_dtype=total_dtype)
         if self.queues:  # sum at once, so that the next message is received in the same memory
-            sums = [self._finish_in_stream(send(of_node, among)) for of_node in slices]
-            return Sent([], lambda: torch.cat(sums))
+            sums = torch.cat([self._finish_in_stream(send(of_node, among)) for of_node in slices])
+            return Sent([], lambda: sums)
         sent = [send(of_node, among) for of_node in slices]
         return Sent([work for one in sent for work in one.works], lambda: torch.cat([one.finish() for one in sent]))
 

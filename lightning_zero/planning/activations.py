@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role
-from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase, States
+from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase, States, received_nbytes
 from lightning_zero.planning.placement import Tier
 
 KEPT_BUFFERS = 2  # buffers of the largest bucket's size that are kept for later reductions, on the host
@@ -188,8 +188,9 @@ class _Gradients:
         several = self._limits.micro_batches
         filling = (b for b in map(self._bucket, self._filling) if b.reduces_apart(several))
         wide = (max(b.wire_itemsize(several), b.itemsizes.compute) * b.layout.numel for b in filling)
-        comes = (n for n in self._under_way if self._receives or self._bucket(n).exchanges(several))
-        received = max(map(self._size, comes), default=0)
+        exchanged = (b for b in map(self._bucket, self._under_way) if b.exchanges(several))
+        comes = [*map(self._size, self._under_way if self._receives else ())]
+        received = max([*comes, *(received_nbytes(b, self._limits) for b in exchanged)], default=0)
         # With several micro-batches the reduced shard is added to the resting gradient, so both exist.
         brought = [
             b.owned_numel * b.itemsizes.reduce

@@ -235,7 +235,7 @@ def place(
     return BucketPlan(
         shape.unit,
         lay_out(shape.numels, world_size // shape.parts, param_align(shape.itemsizes.state)),
-        REPLICATED if shape.whole else row,
+        REPLICATED._replace(grad=row.grad) if shape.whole else row,
         ON_DEVICE if shape.whole else tiers,
         shape.itemsizes,
         shape.trainable,

@@ -265,14 +265,17 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     filling = max(by_unit(trainable, filled), default=0)
     own = [size for size, bucket in zip(sizes, trainable, strict=True) if bucket.reduces_apart(count)]
 
-    def received(bucket: BucketPlan, size: int) -> int:
-        """Compute what an all-to-all receives before the local sum; in two levels, with the sums for each node."""
-        sums = bucket.layout.numel * bucket.itemsizes.reduce // max(1, limits.sum_ranks)
-        return sums + max(sums, size * limits.sum_ranks // bucket.layout.world_size) if limits.sum_ranks else size
+    received = limits.has_link * max((received_nbytes(b, limits) for b in trainable if b.exchanges(count)), default=0)
+    return min(sum(own), min(sum(own), under_way) + filling) + min(all_shards, max(shards, default=0)) + received
 
-    exchanged = [received(b, size) for b, size in zip(trainable, sizes, strict=True) if b.exchanges(count)]
-    largest = limits.has_link * max(exchanged, default=0)
-    return min(sum(own), min(sum(own), under_way) + filling) + min(all_shards, max(shards, default=0)) + largest
+
+def received_nbytes(bucket: BucketPlan, limits: Limits) -> int:
+    """Compute what an all-to-all of ``bucket`` receives before the local sum; in two levels, with the nodes' sums."""
+    size = bucket.layout.numel * bucket.wire_itemsize(limits.micro_batches)
+    if not limits.sum_ranks:
+        return size
+    sums = bucket.layout.numel * bucket.itemsizes.reduce // limits.sum_ranks
+    return sums + max(sums, size * limits.sum_ranks // bucket.layout.world_size)
 
 
 def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank: int) -> dict[Phase, Bytes]:

@@ -65,7 +65,8 @@ OFFLOADS: dict[Offload, TierRow] = {
 assert all(row.grad in (_D, _H) for row in OFFLOADS.values()), "gradients rest on the device or in plain host memory"
 ON_DEVICE = OFFLOADS[Offload.none]
 
-# Parameters that have no placeholder (0-d, one element, empty, integers, complex) use this row at every stage.
+# At every stage, but for when gradients are reduced: norms that keep fp32, and parameters without a placeholder (0-d,
+# one element, empty, integers, complex).
 REPLICATED = STAGES[Stage.zero0]
 
 

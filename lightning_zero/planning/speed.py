@@ -19,7 +19,7 @@ Bytes that a rank sends for a bucket of n elements over N ranks (ring algorithms
     all-reduce       a reduce-scatter, and a gather of the sum in the reduce dtype
 
 An exchange among N = K L ranks, L on each of K nodes, goes in two levels: n * wire itemsize * (L - 1) / L within the
-node, and n / L * reduce itemsize * (K - 1) / K between nodes. Only the second part counts as network.
+node, then n / L * reduce itemsize * (K - 1) / K between nodes.
 """
 
 from __future__ import annotations
@@ -133,12 +133,12 @@ class Sent:
 
     gathers: float
     reductions: float
-    in_node: float = 0.0  # of messages within a node that other fields do not count
+    in_node: float = 0.0  # of gathers within a node, not counted in gathers
     exchanged: float = 0.0  # to ranks that share a sequence
 
     @property
     def nbytes(self) -> float:
-        """Return the bytes that a rank sends in a step, without :attr:`in_node`."""
+        """Return the bytes that a rank sends in a step, without gathers within a node."""
         return self.gathers + self.reductions + self.exchanged
 
 
@@ -169,22 +169,20 @@ def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1,
         gathers += (limits.micro_batches if kept else counts["all_gather"]) * bucket.full_nbytes * share
         reduced = bucket.layout.numel * bucket.itemsizes.reduce
         sums = counts["reduce_scatter"] + counts["all_reduce"]
-        within, sent = _summed_nbytes(bucket, limits)
-        in_node += sums * within
-        reductions += sums * sent + counts["all_reduce"] * reduced * share
+        reductions += sums * _summed_nbytes(bucket, limits) + counts["all_reduce"] * reduced * share
         # Then each rank sums its shard over the replicas, also for an all-reduce.
         reductions += 2 * sums * reduced / ranks * (replicas - 1) / replicas
     return Sent(gathers, reductions, in_node, float(exchanged * limits.micro_batches))
 
 
-def _summed_nbytes(bucket: BucketPlan, limits: Limits) -> tuple[int, int]:
-    """Return the bytes that a rank sends for one sum of gradients: within its node in two levels, and otherwise."""
+def _summed_nbytes(bucket: BucketPlan, limits: Limits) -> int:
+    """Return the bytes that a rank sends for one sum of gradients, each rank's slice of it on that rank."""
     numel, ranks, sum_ranks = bucket.layout.numel, bucket.layout.world_size, limits.sum_ranks
     wire = numel * bucket.wire_itemsize(limits.micro_batches)
     if not (sum_ranks and ranks > sum_ranks and bucket.exchanges(limits.micro_batches)):
-        return 0, wire - wire // ranks
+        return wire - wire // ranks
     sums = numel * bucket.itemsizes.reduce
-    return wire - wire // sum_ranks, sums // sum_ranks - sums // ranks
+    return wire - wire // sum_ranks + sums // sum_ranks - sums // ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +228,7 @@ def _alone(buckets: Sequence[BucketPlan], limits: Limits) -> float:
     """Return the bytes that a rank sends in a step's first gather and last reduction, which nothing overlaps."""
     others = {b.unit: (b.layout.world_size - 1) / b.layout.world_size for b in buckets}
     gathers = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
-    reductions = by_unit(buckets, lambda b: b.trainable * _summed_nbytes(b, limits)[1])
+    reductions = by_unit(buckets, lambda b: b.trainable * _summed_nbytes(b, limits))
     first = next((unit for unit, nbytes in enumerate(gathers) if unit and nbytes), 0)
     last = next((unit for unit, nbytes in enumerate(reductions) if unit and nbytes), 0)
     gathered = gathers[first] * others.get(first, 0.0) if gathers else 0.0

@@ -94,6 +94,7 @@ def test_inputs_on_the_host_serve_a_second_backward_and_no_change() -> None:
     with Sharded(Model(depth=1), **one) as side:
         for step in range(4):  # the block before is that of another graph, which is gone
             accumulate(side, step, 2)
+            language_loss(side.module, tokens(step))  # a graph that is dropped
     with Sharded(Model(depth=6), stage=3, activation_checkpointing="offload") as side, in_order("all late"):
         loss = language_loss(side.module, tokens(0))
         for _ in range(2):

@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -148,9 +147,8 @@ def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[in
         moved = recorder.moved["reduce"] - before
         recording.stop()
         replicas = side.engine.comm.world_size // side.engine.comm.shard_size
-        limits = replace(limits_of(side.engine, micro_batches), node_ranks=0)
-        sent = sent_by(plan_of(side.engine), limits, replicas=replicas)
-        return moved, sent.reductions + sent.in_node
+        limits = limits_of(side.engine, micro_batches)
+        return moved, sent_by(plan_of(side.engine), limits, replicas=replicas).reductions
 
 
 @pytest.mark.sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 import lightning_zero
 from lightning_zero.comm.transports import DirectTransport
 from lightning_zero.config import ConfigError, make_config
+from lightning_zero.engine.whole.fingerprints import differing_replicas
 from lightning_zero.optimizers.loss_scale import LossScaler
 from tests.engine.support import (
     IN_STAGES,
@@ -228,9 +230,17 @@ def test_norms_in_fp32_are_one_bucket_of_the_root_that_all_ranks_have(precision:
             for stage in ("zero3", "zero1", "zero3"):
                 engine.restage(stage, "none")
                 assert names() == norms
-                with autocast(precision):
-                    side.backward(module(floats(0, 4, WIDTH)).float().square().mean())
+                for context in (side.no_sync, contextlib.nullcontext):
+                    with context(), autocast(precision):
+                        side.backward(module(floats(0, 4, WIDTH)).float().square().mean())
+                    if stage == "zero3":  # there each backward reduces
+                        assert lightning_zero.grad_norm(module) > 0
                 side.step()
+                side.zero_grad()
+            assert not differing_replicas(engine).any()
+            if norms and dist.get_rank():
+                module[1].weight.data[3] = 5.0  # as a GPU that computes wrongly would
+            assert differing_replicas(engine).tolist() == [bool(norms), *[False] * (len(engine.units) - 1)]
 
 
 class Packed(nn.Parameter):

@@ -34,7 +34,7 @@ from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimi
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
-from tests.engine.support import adamw, autocast, sgd
+from tests.engine.support import Sharded, adamw, autocast, sgd
 from tests.harness import on_ranks
 from tests.models import Model
 
@@ -514,3 +514,10 @@ def test_pieces_boxes_and_reads_of_a_part_are_those_of_its_slices(dim: int) -> N
                     covered[first - start : first - start + box.numel] = True
                 assert covered.all()
         assert torch.equal(split.join([replace(split, part=n).of(whole) for n in range(2)]), whole)
+
+
+@on_ranks(4)
+def test_nodes_hold_no_replicas_where_parameters_are_split() -> None:
+    settings: dict[str, Any] = {"stage": 3, "precision": "bf16", "tensor_parallel": 2, "tensor_plan": PLAN}
+    with Sharded(net(), node=f"node {dist.get_rank() // 2}", **settings) as side:  # small enough for it
+        assert side.engine.comm.topology.shard_groups == ((0, 1, 2, 3),)

@@ -201,7 +201,11 @@ class _InputsOfBlock:
         self._inputs: list[_Input] = []  # without those that a backward has taken
 
     def pack(self, tensor: Tensor) -> Tensor | _Input:
-        if tensor.device.type == "cpu" or tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        if (
+            tensor.device != self._streams.accelerator.device
+            or tensor.layout is not torch.strided
+            or type(tensor) is not Tensor
+        ):
             return tensor
         host = self._streams.accelerator.host_memory(tensor.shape, tensor.dtype)
         with self._streams.on("d2h"), recording.span("d2h", "activations"):
@@ -211,11 +215,11 @@ class _InputsOfBlock:
         return self._inputs[-1]
 
     def leave(self) -> None:
-        """Free the inputs on the device, once they have been copied. Raises RuntimeError if one was changed."""
+        """Free the inputs on the device, once they have been copied. Keep those that were changed, for the error."""
         for kept in self._inputs:
-            _check_unchanged(kept)
             self._streams.wait(kept.came)
-            kept.device = None
+            if kept.device is not None and kept.device._version == kept.version:
+                kept.device = None
 
     def unpack(self, kept: Tensor | _Input) -> Tensor:
         if isinstance(kept, Tensor):
@@ -225,12 +229,16 @@ class _InputsOfBlock:
         self.bring()
         if (before := self._before()) is not None:
             before.bring()
-        if kept.returns is None:
-            _check_unchanged(kept)
-        self._streams.wait(kept.returns or kept.came)  # whoever gets the memory next must not write over what is copied
         self._inputs.remove(kept)
         tensor, kept.device = kept.device, None
         assert tensor is not None
+        if kept.returns is None and tensor._version != kept.version:
+            raise RuntimeError(
+                f"an input of a block ({tuple(tensor.shape)}, {tensor.dtype}) was changed in place behind the block, "
+                "while it was copied to the host (zero.activation_checkpointing=offload), so gradients would be wrong. "
+                "Work on a copy of the input, or set zero.activation_checkpointing=blocks."
+            )
+        self._streams.wait(kept.returns or kept.came)  # whoever gets the memory next must not write over what is copied
         return tensor
 
     def bring(self) -> None:
@@ -244,16 +252,7 @@ class _InputsOfBlock:
                 self._streams.wait(kept.came)
                 kept.device = tensor.copy_(kept.host, non_blocking=True)
                 kept.returns = self._streams.mark()
-        self._streams.hold(tensors, away[-1].returns)  # a graph that is dropped would free what is still written to
-
-
-def _check_unchanged(kept: _Input) -> None:
-    if kept.device is not None and kept.device._version != kept.version:
-        raise RuntimeError(
-            f"an input of a block ({tuple(kept.device.shape)}, {kept.device.dtype}) was changed in place behind the "
-            "block, while it was copied to the host (zero.activation_checkpointing=offload), so gradients would be "
-            "wrong. Work on a copy of the input, or set zero.activation_checkpointing=blocks."
-        )
+        self._streams.hold(self, away[-1].returns)  # a graph that is dropped would free what is still written to
 
 
 def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

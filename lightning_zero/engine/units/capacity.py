@@ -36,7 +36,16 @@ from lightning_zero.planning.placement import (
     default_budgets,
     split_by_budget,
 )
-from lightning_zero.planning.topology import Topology, by_node, check_exchange, flat, in_levels, is_even, within_nodes
+from lightning_zero.planning.topology import (
+    EXCHANGE_MAX_RANKS,
+    Topology,
+    by_node,
+    check_exchange,
+    flat,
+    in_levels,
+    is_even,
+    within_nodes,
+)
 from lightning_zero.ranks.peers import machine
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.host import HostTier
@@ -303,11 +312,12 @@ def find_topology(
             _fits_half(groups, config, len(names) // len(set(names)), gpu, host, local_ranks[name])
             for _, name, gpu, host in table
         )
-        hybrid_shard = HybridShard.node if by_node_fits else HybridShard.flat
+        hybrid_shard = HybridShard.node if by_node_fits and not config.splits else HybridShard.flat
     kinds = {HybridShard.node: by_node, HybridShard.node_backward: within_nodes}
     topology = kinds[hybrid_shard](names) if hybrid_shard in kinds else flat(len(names))
     check_exchange(topology, config.comm)
-    return in_levels(topology, names)
+    exchanges = any(bucket.dtypes.exchanged for unit in groups for bucket in unit.buckets)
+    return in_levels(topology, names) if exchanges and topology.shard_size <= EXCHANGE_MAX_RANKS else topology
 
 
 def _fits_half(
