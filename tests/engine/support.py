@@ -295,13 +295,14 @@ def beside_twin(
     stage: int = 3,
     precision: str = "fp32",
     optimizer: MakeOptimizer = adamw,
+    shaped: bool = False,
     **config: Any,
 ) -> tuple[Sharded, Twin]:
     """``module`` (or a :class:`Model`) sharded, and its twin."""
     if module is None:
         torch.manual_seed(3)
         module = Model()
-    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
+    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2, shaped=shaped)
     return Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config), twin
 
 
@@ -513,20 +514,11 @@ def trained(steps: int = 1, **config: Any) -> tuple[Sharded, Twin]:
 
 
 @contextlib.contextmanager
-def with_twin(
-    build: Callable[[], nn.Module] = Model,
-    *,
-    stage: int = 3,
-    precision: str = "fp32",
-    optimizer: MakeOptimizer = adamw,
-    shaped: bool = False,
-    **config: Any,
-) -> Iterator[tuple[Sharded, Twin]]:
+def with_twin(build: Callable[[], nn.Module] = Model, **config: Any) -> Iterator[tuple[Sharded, Twin]]:
     """A module that is sharded inside, and a twin: both start with the values of rank 0."""
     torch.default_generator.manual_seed(3 + dist.get_rank())
-    module = build()
-    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2, shaped=shaped)
-    with Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config) as sharded:
+    sharded, twin = beside_twin(build(), **config)
+    with sharded:
         yield sharded, twin
 
 
@@ -545,8 +537,8 @@ def train(side: Side, steps: Iterable[int], work: Work = language_work, *, clip:
 
 def whole(side: Sharded) -> list[Any]:
     """Parameters and optimizer state, on every rank."""
-    state = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-    found: list[Any] = [(n, k, v) for n, entry in sorted(state["state"].items()) for k, v in sorted(entry.items())]
+    state = state_of(side)["state"]
+    found: list[Any] = [(n, k, v) for n, entry in sorted(state.items()) for k, v in sorted(entry.items())]
     with lightning_zero.gather(side.module):
         return found + [(name, p.detach().clone()) for name, p in side.module.named_parameters()]
 
