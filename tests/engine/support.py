@@ -53,6 +53,11 @@ def language_loss(module: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, VOCABULARY).float(), batch.roll(1, 1).reshape(-1))
 
 
+def loss_at(module: nn.Module, step: int, micro: int = 0, **of: Any) -> Tensor:
+    """Of the batch of a step."""
+    return language_loss(module, tokens(step, micro, **of))
+
+
 def autocast(precision: str) -> Any:
     """What the precision plugin opens around forward and loss."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
@@ -496,7 +501,7 @@ def mean_square(side: Side, step: int, *args: Any, shape: Sequence[int] = (4, WI
 
 
 def language_work(side: Side, step: int) -> Tensor:
-    loss = language_loss(side.module, tokens(step))
+    loss = loss_at(side.module, step)
     side.backward(loss)
     return loss
 
@@ -558,7 +563,7 @@ def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:
     for micro in range(micro_batches):
         last = micro == micro_batches - 1
         with contextlib.nullcontext() if last else side.no_sync():
-            loss = language_loss(side.module, tokens(step, micro)) / micro_batches
+            loss = loss_at(side.module, step, micro) / micro_batches
             side.backward(loss)
         total = total + loss.detach()
     return total

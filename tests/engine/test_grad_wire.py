@@ -36,10 +36,9 @@ from tests.engine.support import (
     assert_equal,
     floats,
     in_pairs,
-    language_loss,
+    loss_at,
     mean_square_of,
     sgd,
-    tokens,
     train,
 )
 from tests.engine.test_hierarchy import accumulated, history
@@ -54,8 +53,9 @@ WHOLE_BF16 = {"name": "bf16", "fp32_modules": []}
 
 
 @contextlib.contextmanager
-def sent_dtypes(found: list[tuple[torch.dtype, torch.dtype | None]]) -> Iterator[None]:
+def sent_dtypes() -> Iterator[list[tuple[torch.dtype, torch.dtype | None]]]:
     """Of the gradients that are reduced, and of their sums where an all-to-all makes them."""
+    found: list[tuple[torch.dtype, torch.dtype | None]] = []
     reduce = Communicator._reduce
 
     def seen(self: Communicator, full: Tensor, label: str, factor: float, total: Any, **options: Any) -> Any:
@@ -64,7 +64,7 @@ def sent_dtypes(found: list[tuple[torch.dtype, torch.dtype | None]]) -> Iterator
         return reduce(self, full, label, factor, total, **options)
 
     with mock.patch.object(Communicator, "_reduce", seen):
-        yield
+        yield found
 
 
 def trained(
@@ -107,9 +107,8 @@ def _check(case: Case, folder: Path) -> None:
         config["precision"] = {"name": "bf16_true", "reduce_dtype": "fp32"}
     found, sent = [], []
     for wire in WIRES:
-        kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
         host = through_host() if case.together and case.row != "none" else contextlib.nullcontext()
-        with together() if case.together else contextlib.nullcontext(), host, sent_dtypes(kinds):
+        with together() if case.together else contextlib.nullcontext(), host, sent_dtypes() as kinds:
             work = accumulated(case.micro_batches)
             found.append(trained(Model, work, wire, clip=case.clips, optimizer=sgd, **config))
         sent.append(kinds)
@@ -170,8 +169,7 @@ def test_half_of_the_bytes_are_sent(stage: int, micro_batches: int, part: float)
 @on_ranks(2)
 def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
     """Norms keep fp32 by default; under other rows nothing changes."""
-    kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
-    with sent_dtypes(kinds):
+    with sent_dtypes() as kinds:
         trained(Model, accumulated(), "bf16")
     assert set(kinds) == {(torch.bfloat16, torch.float32), (torch.float32, None)}
     for config in (
@@ -180,8 +178,7 @@ def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
         {"precision": {"name": "bf16", "reduce_dtype": "bf16"}},
         {"precision": "bf16", "comm": {"transport": "plain"}},
     ):
-        kinds.clear()
-        with sent_dtypes(kinds):
+        with sent_dtypes() as kinds:
             trained(Model, accumulated(), "auto", steps=1, **config)
         assert kinds and {total for _, total in kinds} == {None}
 
@@ -265,7 +262,7 @@ def test_gradients_of_any_scale_are_divided_in_fp32(stage: int) -> None:
 
     def work(side: Sharded, step: int) -> Tensor:
         side.engine.passes.reducer.set_loss_scale(3.0)
-        loss = language_loss(side.module, tokens(step))
+        loss = loss_at(side.module, step)
         side.backward(loss * 3.0)
         return loss
 
@@ -313,8 +310,7 @@ def test_sums_over_two_nodes_have_the_same_bits_at_all_stages_and_in_all_ways_to
         node = {"node": f"node {dist.get_rank() // 2}", "comm": {"hybrid_shard": way}}
         sent = []
         for wire in WIRES:
-            kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
-            with sent_dtypes(kinds):
+            with sent_dtypes() as kinds:
                 found.append(trained(Model, accumulated(), wire, stage=stage, precision=WHOLE_BF16, **node))
             sent.append({dtype for dtype, total in kinds if total is not None})
         assert sent == [{torch.float32}, {torch.bfloat16}]

@@ -30,9 +30,8 @@ from tests.engine.support import (
     Twin,
     assert_equal,
     assert_same,
-    language_loss,
     language_work,
-    tokens,
+    loss_at,
     trained,
 )
 from tests.engine.test_hierarchy import history
@@ -252,7 +251,7 @@ def test_norms_after_a_backward_in_no_sync_are_of_this_ranks_gradients(stage: in
     with Sharded(copy.deepcopy(alone), stage=stage) as side:
         with side.no_sync():
             language_work(side, 0)
-        language_loss(alone, tokens(0)).backward()
+        loss_at(alone, 0).backward()
         for own, param in zip(side.module.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(own.grad.norm(), param.grad.norm())
 
@@ -400,7 +399,7 @@ def test_gradients_are_shown_with_the_scale_of_the_loss() -> None:
             return total
 
         reducer.set_loss_scale(1024.0)
-        side.backward(1024.0 * language_loss(side.module, tokens(0)))
+        side.backward(1024.0 * loss_at(side.module, 0))
         true = lightning_zero.grad_norm(side.module)
         assert torch.equal(shown(), 1024.0 * true)
         clip_grad_norm_(params, 512.0 * float(true))

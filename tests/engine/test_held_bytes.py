@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,22 +18,19 @@ from lightning_zero.planning.memory import RING_COUNT, RING_NBYTES, Moment, plan
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests import rows
-from tests.engine.support import Sharded, autocast, language_loss, tokens
+from tests.engine.support import Sharded, autocast, loss_at
+from tests.engine.test_offload import offload
 from tests.harness import on_ranks, run_command
 from tests.models import VOCABULARY, Odd
 
 ROWS = [(stage.value, offload.value) for stage, offload in allowed_rows() if offload is not Offload.auto]
 
 
-def settings(offload: str, folder: Path) -> dict[str, Any]:
-    return {"name": offload, "nvme_path": str(folder)} if "nvme" in offload else {"name": offload}
-
-
 @on_ranks(2, full=(1,))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("stage", "offload"), ROWS)
-def test_the_plan_is_what_is_held(stage: str, offload: str, precision: str, tmp_path: Path) -> None:
-    with Sharded(Odd(), stage=stage, offload=settings(offload, tmp_path), precision=precision) as side:
+@pytest.mark.parametrize(("stage", "row"), ROWS)
+def test_the_plan_is_what_is_held(stage: str, row: str, precision: str, tmp_path: Path) -> None:
+    with Sharded(Odd(), stage=stage, **offload(row, tmp_path), precision=precision) as side:
         engine = side.engine
 
         def check(moment: Moment) -> None:
@@ -46,7 +42,7 @@ def test_the_plan_is_what_is_held(stage: str, offload: str, precision: str, tmp_
         check(Moment.cleared)
         for step in range(2):
             with autocast(precision):
-                side.backward(language_loss(side.module, tokens(step)))
+                side.backward(loss_at(side.module, step))
             check(Moment.reduced)
             side.step()
             side.zero_grad()
@@ -56,7 +52,7 @@ def test_the_plan_is_what_is_held(stage: str, offload: str, precision: str, tmp_
             check(Moment.cleared)
         assert state_tensors(engine) == 2
         tiers = {tier for (_, tier), nbytes in held_bytes(engine).items() if nbytes}
-        assert (Tier.nvme in tiers) == ("nvme" in offload)
+        assert (Tier.nvme in tiers) == ("nvme" in row)
 
 
 @on_ranks(2)

@@ -29,9 +29,9 @@ from tests.engine.support import (
     assert_equal,
     check,
     floats,
-    language_loss,
     language_work,
     load_state,
+    loss_at,
     mean_square,
     sgd,
     state_of,
@@ -224,28 +224,19 @@ def test_weights_keep_their_order_in_memory(stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("stage", OUTER_STAGES)
 def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: int) -> None:
     """Into a module whose weights lie otherwise, by value."""
-
-    def losses(side: Sharded, *steps: int) -> list[Tensor]:
-        found = []
-        for step in steps:
-            found.append(image_work(side, step).detach())
-            side.step()
-            side.zero_grad()
-        return found
-
     torch.manual_seed(3)
     turned, straight = images(), images()
     with Sharded(turned, stage=stage) as side:
-        losses(side, 0)
+        train(side, [0], image_work)
         weights = {name: value.contiguous() for name, value in side.engine.state_dict(only_rank_0=False).items()}
         states = state_of(side)
-        expected = losses(side, 1, 2)
+        expected = train(side, (1, 2), image_work)
     with Sharded(straight, stage=stage) as side:
         side.engine.load_state_dict(weights)
         for state in states["state"].values():
             state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)})
         load_state(side, states)
-        assert losses(side, 1, 2) == expected
+        assert_equal(train(side, (1, 2), image_work), expected)
 
 
 @on_ranks(2)
@@ -432,7 +423,7 @@ def test_hooks_on_accumulated_gradients_see_what_ours_take(stage: int, plain: bo
     def work(side: Side, step: int) -> Tensor:
         if step == 0 and (isinstance(side, Twin) or when == "after"):
             register(side.module)
-        loss = language_loss(side.module, tokens(step))
+        loss = loss_at(side.module, step)
         if step == 0 and isinstance(side, Sharded) and when == "in the step":
             register(side.module)
         side.backward(loss)

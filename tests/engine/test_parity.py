@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_zero
-from tests.engine.support import ALL_STAGES, Sharded, assert_equal, check, in_pairs, language_loss, sgd, tokens, train
+from tests.engine.support import ALL_STAGES, Sharded, assert_equal, check, in_pairs, loss_at, sgd, train
 from tests.engine.test_hierarchy import accumulated, history
 from tests.engine.test_offload import OPTIMIZERS
 from tests.harness import on_ranks, run
@@ -134,7 +134,7 @@ def fsdp2_history(module: Model, precision: str) -> list[Tensor]:
     apply_fsdp2(module, precision)
     optimizer, found = plain_sgd(module.parameters()), []
     for step in range(STEPS):
-        found.append(language_loss(module, tokens(step)))
+        found.append(loss_at(module, step))
         found[-1].backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -41,14 +41,14 @@ from tests.engine.support import (
     assert_same,
     autocast,
     cases,
-    language_loss,
     load_state,
+    loss_at,
     pairwise_selection,
     state_of,
     tokens,
     train,
 )
-from tests.engine.test_held_bytes import settings
+from tests.engine.test_offload import offload
 from tests.engine.test_restage import check_held
 from tests.harness import on_ranks, run
 from tests.models import VOCABULARY, Model, Odd
@@ -90,7 +90,7 @@ def _equals_the_twin(case: Case, folder: Path, make: MakeOptimizer = adamw, mome
     more = {"precision": case.precision, "reduce_bucket_bytes": case.reduce_bucket_bytes}
     torch.default_generator.manual_seed(3)
     twin = Twin(wide_model(), optimizer=narrow, precision=case.precision, each=stage >= 2)
-    with side_of(wide_model, case.dtype, make=make, stage=stage, offload=settings(row, folder), **more) as side:
+    with side_of(wide_model, case.dtype, make=make, stage=stage, **offload(row, folder), **more) as side:
         for step in range(3):
             for each in (side, twin):
                 with autocast(case.precision):
@@ -146,7 +146,7 @@ def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
             side_of(wide_model, dtype, make=make, stage=1) as side,
         ):
             for step in range(3):
-                side.backward(language_loss(side.module, tokens(step, rank=0)))
+                side.backward(loss_at(side.module, step, rank=0))
                 with threads(pieces[1]):  # not for products, whose sums depend on it
                     side.step()
                     assert torch.get_num_threads() == pieces[1]
@@ -199,7 +199,7 @@ def seldom_module() -> nn.Module:
 
 def seldom(side: Sharded, steps: range) -> None:
     for side.module.step in steps:  # type: ignore[assignment]
-        side.backward(language_loss(side.module, tokens(side.module.step, rank=0)))
+        side.backward(loss_at(side.module, side.module.step, rank=0))
         side.step()
         side.zero_grad()
 
@@ -222,7 +222,7 @@ def _train_to_file(file: Path, dtype: str, stage: int, steps: int) -> None:
 
 def _go_on(saved: Path, expected: Path, dtype: str, stage: int, row: str, folder: Path) -> None:
     values, weights, state = torch.load(saved, weights_only=True)
-    with side_of(seldom_module, dtype, stage=stage, offload=settings(row, folder)) as side:
+    with side_of(seldom_module, dtype, stage=stage, **offload(row, folder)) as side:
         side.engine.load_state_dict(weights)
         load_state(side, state)
         assert_equal(everything(side), values)
@@ -251,7 +251,7 @@ def test_a_restaged_run_is_the_one_that_was_not(dtype: str, tmp_path: Path) -> N
             seldom(side, range(2))
             for step, (stage, row) in enumerate([(3, "nvme"), (0, "none"), (3, "cpu"), (2, "none")], 2):
                 if restages:
-                    side.engine.restage(stage=stage, offload=settings(row, tmp_path))
+                    side.engine.restage(stage=stage, **offload(row, tmp_path))
                 seldom(side, range(step, step + 1))
             found.append(everything(side))
     assert_equal(*found)
@@ -261,7 +261,7 @@ def test_a_restaged_run_is_the_one_that_was_not(dtype: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize(("stage", "row"), [(0, "none"), (3, "none"), (2, "optimizer_cpu"), (3, "nvme")])
 def test_the_plan_is_the_bytes_that_are_held(stage: int, row: str, dtype: str, tmp_path: Path) -> None:
-    with side_of(Odd, dtype, stage=stage, offload=settings(row, tmp_path)) as side:
+    with side_of(Odd, dtype, stage=stage, **offload(row, tmp_path)) as side:
         train(side, range(2))
         engine = side.engine
         check_held(engine)
@@ -276,7 +276,7 @@ def test_the_plan_is_the_bytes_that_are_held(stage: int, row: str, dtype: str, t
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize(("stage", "row"), [(0, "none"), (1, "optimizer_cpu"), (3, "cpu")])
 def test_what_is_kept_is_read_behind_a_step(stage: int, row: str, dtype: str, tmp_path: Path) -> None:
-    with side_of(seldom_module, dtype, stage=stage, offload=settings(row, tmp_path)) as side:
+    with side_of(seldom_module, dtype, stage=stage, **offload(row, tmp_path)) as side:
         seldom(side, range(2))
         before, engine = everything(side), side.engine
         kept = KeptRanges(engine, mock.MagicMock(__contains__=lambda *_: True))

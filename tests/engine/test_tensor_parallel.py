@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
@@ -34,7 +35,8 @@ from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimi
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
-from tests.engine.support import adamw, autocast, sgd
+from tests.engine.support import MakeOptimizer, adamw, autocast, sgd
+from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 from tests.models import Model
 
@@ -140,10 +142,11 @@ def trained(
     return found | {"losses": torch.stack(found["losses"]), "norms": torch.stack(found["norms"])}
 
 
-def alone(make: Callable[[], nn.Module], **how: Any) -> tuple[nn.Module, Found]:
-    """A module that one process has trained with the whole batch, and what was found."""
+def alone(make: Callable[[], nn.Module], optimizer: MakeOptimizer = sgd, **how: Any) -> tuple[nn.Module, Any, Found]:
+    """A module that one process has trained with the whole batch, its optimizer, and what was found."""
     module = make()
-    return module, trained(module, sgd(module.parameters()), slice(None), **how)
+    steps = optimizer(module.parameters())
+    return module, steps, trained(module, steps, slice(None), **how)
 
 
 def assert_alike(
@@ -178,20 +181,15 @@ def sharded(module: nn.Module, make: Any = sgd, **settings: Any) -> Iterator[tup
 def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path: Path) -> None:
     if dist.get_world_size() < parts:
         return
-    rows: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
-    rows += [
-        {"stage": stage, "offload": row} for stage, row in ((1, "optimizer_cpu"), (3, "cpu"), (3, "optimizer_cpu"))
-    ]
-    rows += [{"stage": 3, "offload": {"name": "nvme", "nvme_path": str(tmp_path)}}]
+    places = [("none", 0), ("none", 1), ("none", 2), ("none", 3)]
+    places += [("optimizer_cpu", 1), ("cpu", 3), ("optimizer_cpu", 3), ("nvme", 3)]
     settings = {"tensor_parallel": parts, "tensor_plan": PLAN, "unit": {"classes": ["Attention", "Mlp"]}}
     for make, tied in ((damped_adam, False), (sgd, True)):
-        expected = net(tied=tied)
-        steps = make(expected.parameters())
-        found = trained(expected, steps, slice(None), micro=micro)
+        expected, steps, found = alone(functools.partial(net, tied=tied), make, micro=micro)
         sums = []
-        for row in rows:
+        for row, stage in places:
             module = net(tied=tied, seed=dist.get_rank())  # all take the values of rank 0
-            with sharded(module, make, **settings, **row) as (engine, optimizer):
+            with sharded(module, make, stage=stage, **settings, **offload(row, tmp_path)) as (engine, optimizer):
                 ours = trained(module, optimizer, own_rows(parts), micro=micro)
                 assert_alike(engine, ours, expected, found)
                 torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-6)
@@ -208,7 +206,7 @@ def test_stages_in_bf16_have_the_same_digits_near_those_of_one_process() -> None
         with autocast("bf16"):
             return loss_of(module, tokens)
 
-    expected, found = alone(net, loss=loss)
+    expected, _, found = alone(net, loss=loss)
     settings = {"tensor_parallel": 2, "tensor_plan": PLAN, "precision": "bf16"}
     weights = []
     for stage, row in ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu")):
@@ -232,9 +230,7 @@ def test_state_of_one_process_goes_on_in_parts() -> None:
             load_optimizer_state(engine, optimizer, state)
             yield module, engine, optimizer
 
-    expected = net()
-    steps = adamw(expected.parameters())
-    trained(expected, steps, slice(None))
+    expected, steps, _ = alone(net, adamw)
     weights, state = copy.deepcopy(expected.state_dict()), copy.deepcopy(steps.state_dict())
     found = trained(expected, steps, slice(None))
     with loaded(stage=2) as (_, engine, _):
@@ -342,7 +338,7 @@ def test_module_on_meta_gets_the_values_of_the_whole_module() -> None:
 @on_ranks(2)
 def test_module_that_its_user_has_split_keeps_its_styles() -> None:
     """Also norms whose activations are split along the sequence: their gradients are partial on each rank."""
-    expected, found = alone(net)
+    expected, _, found = alone(net)
     along = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=SplitAlong(1), use_local_output=False)
     styles = {
         "norm": SequenceParallel(use_local_output=False),
@@ -425,9 +421,7 @@ def test_experts_on_their_ranks_equal_one_process() -> None:
 
     world = dist.get_world_size()
     rows = slice(8 // world * dist.get_rank(), 8 // world * (dist.get_rank() + 1))
-    expected = make()
-    steps = sgd(expected.parameters())
-    found = trained(expected, steps, slice(None), loss=loss, data=data)
+    expected, steps, found = alone(make, loss=loss, data=data)
     for stage, size in itertools.product(range(4), {2, world}):
         module = make()
         module[1].split(device_mesh("cpu", size, "expert_parallel")["expert_parallel"])
@@ -464,7 +458,7 @@ def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert:
         torch.testing.assert_close(without, value.detach(), rtol=1e-6, atol=0)
         return value
 
-    expected, found = alone(lambda: of_transformers(kind), loss=loss)
+    expected, _, found = alone(lambda: of_transformers(kind), loss=loss)
     for stage in (0, 3):
         module = of_transformers(kind, seed=dist.get_rank())  # all take the values of rank 0
         settings = {"tensor_parallel": tensor, "expert_parallel": expert}

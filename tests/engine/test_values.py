@@ -26,9 +26,9 @@ from tests.engine.support import (
     autocast,
     check,
     floats,
-    language_loss,
     language_work,
     load_state,
+    loss_at,
     state_of,
     tokens,
     train,
@@ -206,7 +206,7 @@ def test_a_copy_made_inside_gather_is_plain(stage: int, precision: str) -> None:
             assert all(set(inner._forward_hooks.values()) <= {doubles} for inner in copied.modules())
         assert len(block._forward_hooks) == 1
         side.engine.comm.counts.clear()
-        language_loss(whole, tokens(0)).backward()
+        loss_at(whole, 0).backward()
         block(floats(0, 4, WIDTH)).sum().backward()
         assert not side.engine.comm.counts and not side.engine.passes.in_backward
         assert all(type(p.grad) is Tensor for p in (*whole.parameters(), *block.parameters()))
@@ -242,7 +242,7 @@ def test_a_module_is_plain_inside_gather(stage: int, checkpointing: str, precisi
         loaded = torch.load(file, weights_only=False)
         assert torch.equal(loaded(tokens(0)), expected)
         train(side, range(1, 3))
-        language_loss(loaded, tokens(0)).backward()
+        loss_at(loaded, 0).backward()
         assert all(p.grad is not None for p in loaded.parameters())
 
 

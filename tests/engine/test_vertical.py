@@ -22,7 +22,8 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, gather
 from lightning_zero.engine.vertical.chunked import CannotDivide
 from lightning_zero.layerwise.loss import chunks_of
-from tests.engine.support import autocast, language_loss, tokens
+from tests.engine.support import autocast, language_loss, loss_at, tokens
+from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 from tests.models import VOCABULARY, Does, Dropping, Layers, Model, linear
 from tests.selection import pairwise_places
@@ -123,8 +124,7 @@ def of_rank(*shape: int) -> Tensor:
     "case", [CASES[place] for place in pairwise_places(CASES)], ids=lambda c: "-".join(map(str, c.values()))
 )
 def test_gradients_are_those_of_ordinary_accumulation(case: dict[str, Any], tmp_path: Path) -> None:
-    folder = {"nvme_path": str(tmp_path)} if "nvme" in case["offload"] else {}
-    compare(Model, tokens(0, rows=ROWS), **{**case, "offload": {"name": case["offload"], **folder}})
+    compare(Model, tokens(0, rows=ROWS), **case | offload(case["offload"], tmp_path))
 
 
 @on_ranks(2)
@@ -142,10 +142,10 @@ def test_a_unit_is_gathered_twice_and_reduced_once(stage: int) -> None:
 def test_gradients_of_no_sync_add_up(stage: int) -> None:
     with beside_plain(Model, stage=stage) as (module, plain, engine):
         with engine.passes.no_sync():
-            language_loss(module, tokens(0, rows=ROWS)).backward()
-        language_loss(module, tokens(1, rows=ROWS)).backward()
+            loss_at(module, 0, rows=ROWS).backward()
+        loss_at(module, 1, rows=ROWS).backward()
         for step in (0, 1):
-            language_loss(plain, tokens(step, rows=ROWS)).backward()
+            loss_at(plain, step, rows=ROWS).backward()
         counts = engine.comm.counts.items()
         reductions = sum(number for (kind, label), number in counts if "reduce" in kind and "blocks.1" in label)
         assert reductions == (2 if stage == 3 else 1)
@@ -274,18 +274,18 @@ def test_a_block_that_is_thawed_trains() -> None:
         for step, frozen in enumerate((True, False)):
             for side in (module, plain):
                 side.blocks[0].requires_grad_(not frozen)
-                language_loss(side, tokens(step, rows=ROWS)).backward()
+                loss_at(side, step, rows=ROWS).backward()
 
 
 def test_what_a_graph_of_chunks_cannot_follow_is_refused() -> None:
     """Parameters that are toggled before the backward, and gradients of inputs alone."""
     module = Model()
     with released(module):
-        loss = language_loss(module, tokens(0, rank=0, rows=ROWS))
+        loss = loss_at(module, 0, rank=0, rows=ROWS)
         with pytest.raises(RuntimeError, match="loss.backward"):
             torch.autograd.grad(loss, [module.embed.weight])
     with released(module):
-        loss = language_loss(module, tokens(0, rank=0, rows=ROWS))
+        loss = loss_at(module, 0, rank=0, rows=ROWS)
         module.blocks[1].requires_grad_(False)
         with pytest.raises(RuntimeError, match="requires_grad of its parameters has changed"):
             loss.backward()
@@ -331,7 +331,7 @@ def saved_nbytes(module: nn.Module) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        language_loss(module, tokens(0, rank=0, rows=ROWS))
+        loss_at(module, 0, rank=0, rows=ROWS)
     return sum(storages.values())
 
 

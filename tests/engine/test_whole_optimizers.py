@@ -49,12 +49,11 @@ from tests.engine.support import (
     assert_same,
     autocast,
     cases,
-    language_loss,
     language_work,
     load_state,
+    loss_at,
     pairwise_selection,
     state_of,
-    tokens,
     train,
     with_twin,
 )
@@ -218,7 +217,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(stage: int, row:
     for step in range(3):
         language_work(twin, step)
         twin.show_grads()
-        engine.passes.backward(language_loss(module, tokens(step)))
+        engine.passes.backward(loss_at(module, step))
         for optimizer in optimizers:
             optimizer.step()
         twin.step()

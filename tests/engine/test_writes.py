@@ -24,8 +24,8 @@ from tests.engine.support import (
     autocast,
     check,
     floats,
-    language_loss,
     language_work,
+    loss_at,
     mean_square,
     scope,
     sgd,
@@ -129,7 +129,7 @@ def test_writes_that_differ_are_refused_on_all_ranks(stage: int, how: str, preci
                 if dist.get_rank() in writers:
                     change = factor * (dist.get_rank() + 1)
                     write(side.module.head.weight, lambda weight, by=change: weight.add_(by), how)
-                loss = language_loss(side.module, tokens(step))
+                loss = loss_at(side.module, step)
             refused = pytest.raises(RuntimeError, match=rf"head\.weight{WRITTEN_OTHERWISE}")
             with refused if factor else contextlib.nullcontext():
                 side.backward(loss)
@@ -268,12 +268,6 @@ def test_writes_that_differ_are_refused_before_values_are_saved(how: str, stage:
             side.engine.state_dict()
 
 
-def write_by_rank(side: Sharded) -> None:
-    """In a forward."""
-    write(side.module.head.weight, lambda weight: weight.fill_(float(dist.get_rank())), "in place")
-    side.module(tokens(0))
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("open_pass", [False, True])
@@ -293,7 +287,8 @@ def test_writes_that_differ_are_refused_before_the_sharding_is_undone(stage: int
 @pytest.mark.parametrize("stage", [1, 3])
 def test_after_an_exception_the_sharding_can_be_undone_whatever_was_written(stage: int) -> None:
     with Sharded(Model(), stage=stage) as side, pytest.raises(ZeroDivisionError), side.engine.step_scope():
-        write_by_rank(side)
+        write(side.module.head.weight, lambda weight: weight.fill_(float(dist.get_rank())), "in place")
+        side.module(tokens(0))
         raise ZeroDivisionError
     assert type(side.module.head.weight) is nn.Parameter
 
