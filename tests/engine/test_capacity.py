@@ -27,8 +27,10 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.aio import DiskError, DiskFile
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
-from tests.engine.support import Model, Sharded, language_work, load_state, loss_at, state_of, train
+from tests.engine.sides import Sharded, load_state, state_of
+from tests.engine.works import language_work, loss_at, train
 from tests.harness import on_ranks
+from tests.models import Model
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 

@@ -16,22 +16,11 @@ from torch.fx import GraphModule
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from tests.engine.support import (
-    Model,
-    Sharded,
-    Twin,
-    accumulate,
-    assert_same,
-    autocast,
-    beside_twin,
-    loss_at,
-    pairwise_selection,
-    sgd,
-    step_and_clear,
-    tokens,
-    train,
-)
+from tests.engine.sides import Sharded, Twin, beside_twin, sgd, step_and_clear
+from tests.engine.support import assert_same, pairwise_selection
+from tests.engine.works import accumulate, autocast, loss_at, tokens, train_both
 from tests.harness import on_ranks, run
+from tests.models import Model
 
 
 class Counting:
@@ -153,8 +142,7 @@ def test_graphs_with_a_backward_of_their_own(backend: str, stage: int, recompute
         block.compile(backend=backend)
     with sharded:
         for step in range(3):
-            for side in (sharded, twin):
-                train(side, [step])
+            train_both((sharded, twin), [step])
             assert_same(sharded, twin, tolerance=1e-6 if backend == "inductor" else 0.0, what=f"step {step}: ")
 
 

@@ -22,30 +22,13 @@ from lightning_zero.engine.passes import passes
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State
 from lightning_zero.engine.whole import whole_params
-from tests.engine.support import (
-    ALL_STAGES,
-    IN_STAGES,
-    Model,
-    Sharded,
-    Side,
-    assert_equal,
-    assert_same,
-    beside_twin,
-    check,
-    floats,
-    language_work,
-    loss_at,
-    mean_square,
-    scope,
-    train,
-)
+from tests.engine.sides import Sharded, Side, beside_twin
+from tests.engine.support import IN_STAGES, PLAIN, STAGES, assert_equal, assert_same, check
+from tests.engine.works import floats, language_work, loss_at, mean_square, scope, train, train_both
 from tests.harness import assert_gone, on_ranks
-from tests.models import WIDTH, Block, Chain, linear
+from tests.models import WIDTH, Block, Chain, Model, linear
 
 pytestmark = pytest.mark.sample  # a case shows all stages
-
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
-PLAIN = pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
 
 
 def fail(*_: Any) -> None:
@@ -151,8 +134,7 @@ def test_gradients_that_lack_a_part_are_not_stepped(stage: int, plain: bool) -> 
             with refused:
                 use()
         side.zero_grad()
-        for both in (twin, side):
-            train(both, [3])
+        train_both((twin, side), [3])
         assert_same(side, twin)
 
 
@@ -330,8 +312,7 @@ def test_a_gather_that_was_given_up_writes_into_no_memory_of_others(comes: bool)
     side, twin = beside_twin()
     engine, is_late = side.engine, dist.get_rank() == 1
     unit = engine.units[1]
-    for one in (side, twin):
-        train(one, range(2))
+    train_both((side, twin), range(2))
     buffers = [bucket.full.data for bucket in unit.buckets]
     dist.barrier()
     if not is_late:
@@ -353,8 +334,7 @@ def test_a_gather_that_was_given_up_writes_into_no_memory_of_others(comes: bool)
             arrived = buffer.clone()
             dist.broadcast(arrived, 1)
             assert torch.equal(arrived, buffer)
-    for one in (side, twin):
-        train(one, range(2, 5))  # the other memory is as good
+    train_both((side, twin), range(2, 5))  # the other memory is as good
     assert_same(side, twin)
     engine.release()
     dist.barrier()

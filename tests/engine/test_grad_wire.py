@@ -28,24 +28,14 @@ from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, check_exchange, flat
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
-from tests.engine.support import (
-    Model,
-    Sharded,
-    Work,
-    accumulate,
-    assert_equal,
-    floats,
-    in_pairs,
-    loss_at,
-    mean_square_of,
-    sgd,
-    train,
-)
+from tests.engine.sides import Sharded, Work, sgd
+from tests.engine.support import assert_equal, in_pairs
 from tests.engine.test_hierarchy import accumulated, history
 from tests.engine.test_offload import offload
 from tests.engine.test_on_streams import through_host, together
+from tests.engine.works import accumulate, floats, loss_at, mean_square_of, train
 from tests.harness import on_ranks, run
-from tests.models import Does, linear
+from tests.models import Does, Model, linear
 
 WIRES = ("full", "auto")
 BOTH = (False, True)

@@ -23,24 +23,15 @@ import lightning_zero
 from lightning_zero.comm.agreements import ApartError
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.ranks.waits import StallError
-from tests.engine.support import (
-    ALL_STAGES,
-    Model,
-    Sharded,
-    Twin,
-    assert_equal,
-    assert_same,
-    language_work,
-    loss_at,
-    trained,
-)
+from tests.engine.sides import Sharded, Twin, step_and_clear
+from tests.engine.support import STAGES, assert_equal, assert_same
 from tests.engine.test_hierarchy import history
 from tests.engine.test_offload import offload
+from tests.engine.works import language_work, loss_at, trained
 from tests.harness import on_ranks
+from tests.models import Model
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
-
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 
 
 @contextmanager
@@ -224,8 +215,7 @@ def test_a_rank_that_asks_alone_gets_an_error(read: str, own: str, others: str) 
         elif dist.get_rank() == 0:
             getattr(side.module.head.weight.grad, read)()
         for step in (1, 2):
-            side.step()
-            side.zero_grad()
+            step_and_clear(side)
             language_work(side, step)
     assert time.monotonic() - started < 20.0
     assert re.search(own if dist.get_rank() == 0 else others, str(caught.value))

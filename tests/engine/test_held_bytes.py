@@ -18,8 +18,10 @@ from lightning_zero.planning.memory import RING_COUNT, RING_NBYTES, Moment, plan
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests import rows
-from tests.engine.support import Sharded, autocast, loss_at
+from tests.engine.sides import Sharded, step_and_clear
+from tests.engine.support import PRECISIONS
 from tests.engine.test_offload import offload
+from tests.engine.works import autocast, loss_at
 from tests.harness import on_ranks, run_command
 from tests.models import VOCABULARY, Odd
 
@@ -44,8 +46,7 @@ def test_the_plan_is_what_is_held(stage: str, row: str, precision: str, tmp_path
             with autocast(precision):
                 side.backward(loss_at(side.module, step))
             check(Moment.reduced)
-            side.step()
-            side.zero_grad()
+            step_and_clear(side)
             states = 2
             engine.passes.wait_for_all()
             engine.passes.sharded_grads.finish_pending()
@@ -56,7 +57,7 @@ def test_the_plan_is_what_is_held(stage: str, row: str, precision: str, tmp_path
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@PRECISIONS
 def test_a_module_on_meta_is_planned_as_it_is_sharded(precision: str) -> None:
     with torch.device("meta"):
         shapes = bucket_shapes(describe_units(Odd(), make_config(), Precision[precision]))

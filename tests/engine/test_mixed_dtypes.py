@@ -16,10 +16,13 @@ from lightning_zero.optimizers import chunks
 from lightning_zero.optimizers.chunks import round_stochastically, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import start_state
 from tests.engine.optimizers import SignDescent
-from tests.engine.support import Model, Sharded, assert_equal, train
+from tests.engine.sides import Sharded
+from tests.engine.support import assert_equal
 from tests.engine.test_hierarchy import accumulated, history
 from tests.engine.test_offload import OPTIMIZERS, offload
+from tests.engine.works import train
 from tests.harness import on_ranks
+from tests.models import Model
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 

@@ -31,25 +31,14 @@ from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import within_nodes
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
-from tests.engine.support import (
-    Model,
-    Sharded,
-    Work,
-    accumulate,
-    assert_equal,
-    floats,
-    in_pairs,
-    loss_at,
-    mean_square_of,
-    places_posted_often,
-    step_and_clear,
-    train,
-)
+from tests.engine.sides import Sharded, Work, step_and_clear
+from tests.engine.support import assert_equal, in_pairs, places_posted_often
 from tests.engine.test_hierarchy import accumulated, bytes_from_other_nodes, history, sharded
 from tests.engine.test_offload import offload
 from tests.engine.test_on_streams import through_host, together
+from tests.engine.works import accumulate, floats, loss_at, mean_square_of, train
 from tests.harness import on_ranks, run
-from tests.models import paths
+from tests.models import Model, paths
 
 BOTH = ("flat", "node_backward")
 PER_NODE = 2

@@ -26,26 +26,12 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import after_step
 from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.engine.whole import state_dicts
-from tests.engine.support import (
-    MakeOptimizer,
-    Model,
-    Sharded,
-    Side,
-    accumulate,
-    adamw,
-    assert_equal,
-    autocast,
-    floats,
-    in_pairs,
-    loss_at,
-    sgd,
-    step_and_clear,
-    tokens,
-    whole,
-)
-from tests.engine.support import train as train_in
+from tests.engine.sides import MakeOptimizer, Sharded, Side, adamw, sgd, step_and_clear, whole
+from tests.engine.support import assert_equal, in_pairs
+from tests.engine.works import accumulate, autocast, floats, loss_at, tokens
+from tests.engine.works import train as train_in
 from tests.harness import on_ranks, run
-from tests.models import Adapted, Does, linear
+from tests.models import Adapted, Does, Model, frozen, linear
 from tests.rows import PLACES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
@@ -197,12 +183,6 @@ def adapted() -> nn.Module:
     return module
 
 
-def partly_frozen() -> nn.Module:
-    module = Model()
-    module.blocks[0].requires_grad_(False)
-    return module
-
-
 def thaws_and_freezes(side: Sharded) -> list[Any]:
     found = train(side, 2)
     thawed = side.module.blocks[0].requires_grad_(True)
@@ -291,16 +271,12 @@ def shares_buckets(side: Sharded, set_to_none: bool) -> list[Any]:
 
 def raises(side: Sharded) -> list[Any]:
     """In a forward, and in a backward."""
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
     found = train(side, 2)
-    with side.module.blocks[1].register_forward_hook(fail), pytest.raises(ZeroDivisionError):
+    with side.module.blocks[1].register_forward_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
         side.module(tokens(2))
     side.engine.passes.abort()
     found += train(side, 1, first=2)
-    with side.module.blocks[1].register_full_backward_hook(fail), pytest.raises(ZeroDivisionError):
+    with side.module.blocks[1].register_full_backward_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
         side.backward(loss_at(side.module, 3))
     side.zero_grad()
     return found + train(side, 2, first=3)
@@ -309,7 +285,7 @@ def raises(side: Sharded) -> list[Any]:
 ADAPTERS = {"optimizer": trainable, "unit": {"classes": ["Block", "Adapted"]}}
 PROGRAMS: dict[str, tuple[Body, Callable[[], nn.Module], dict[str, Any]]] = {
     "adapters": (lambda side: train(side, 3), adapted, ADAPTERS),
-    "thaws": (thaws_and_freezes, partly_frozen, {"optimizer": trainable}),
+    "thaws": (thaws_and_freezes, lambda: frozen("blocks.0"), {"optimizer": trainable}),
     **{f"spares, {name}": (uses_other_parts, spares, {"optimizer": OPTIMIZERS[name]}) for name in ("sgd", "adamw")},
     "schedules": (schedules, Model, {"optimizer": lambda params: grouped(params, 0.02)}),
     "schedules a tensor": (schedules, Model, {"optimizer": lambda params: grouped(params, torch.tensor(0.02))}),

@@ -28,25 +28,13 @@ from lightning_zero.engine.units import grad_store
 from lightning_zero.engine.units.grad_store import Landing
 from lightning_zero.tiers import pinned
 from lightning_zero.tiers.host import HostTier
-from tests.engine.support import (
-    MakeOptimizer,
-    Model,
-    Sharded,
-    Work,
-    accumulate,
-    adamw,
-    assert_equal,
-    check,
-    floats,
-    loss_at,
-    mean_square_of,
-    sgd,
-    tokens,
-)
+from tests.engine.sides import MakeOptimizer, Sharded, Work, adamw, sgd
+from tests.engine.support import PRECISIONS, assert_equal, check
 from tests.engine.test_hierarchy import accumulated, histories, history
 from tests.engine.test_offload import compare, observed, offload
+from tests.engine.works import accumulate, floats, loss_at, mean_square_of, tokens
 from tests.harness import on_ranks
-from tests.models import Does, linear, paths
+from tests.models import Does, Model, linear, paths
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -98,7 +86,7 @@ def together() -> Iterator[list[int]]:
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@PRECISIONS
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("stage", range(4))
 def test_training_equals_the_twin(stage: int, micro_batches: int, precision: str) -> None:

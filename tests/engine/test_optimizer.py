@@ -21,38 +21,16 @@ import lightning_zero
 from lightning_zero.engine.whole import state_dicts, whole_params
 from lightning_zero.optimizers.known import ELEMENTWISE
 from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Shared, SignDescent, WarmsUp
-from tests.engine.support import (
-    ALL_STAGES,
-    IN_STAGES,
-    OUTER_STAGES,
-    MakeOptimizer,
-    Sharded,
-    Side,
-    adamw,
-    assert_equal,
-    assert_same,
-    check,
-    floats,
-    language_work,
-    load_state,
-    loss_at,
-    mean_square,
-    scope,
-    sgd,
-    state_of,
-    step_and_clear,
-    tokens,
-    train,
-    with_twin,
-)
+from tests.engine.sides import MakeOptimizer, Sharded, Side, adamw, load_state, sgd, state_of, step_and_clear, with_twin
+from tests.engine.support import IN_STAGES, OUTER_STAGES, PRECISIONS, STAGES, assert_equal, assert_same, check
 from tests.engine.test_offload import offload, slow_steps
+from tests.engine.works import floats, language_work, loss_at, mean_square, scope, tokens, train
 from tests.harness import on_ranks
 from tests.models import WIDTH, Does, Model, linear
 from tests.rows import PLACES as OFFLOADED
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 OUTER = pytest.mark.parametrize("stage", OUTER_STAGES)
 PLACES = pytest.mark.parametrize(
     ("stage", "row"), [(0, "none"), (1, "none"), (3, "none"), (2, "optimizer_cpu"), (3, "cpu"), (3, "nvme")]
@@ -220,7 +198,7 @@ def test_element_wise_optimizers_of_torch_train(name: str) -> None:
 
 @on_ranks(2, full=(3,))
 @IN_STAGES
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@PRECISIONS
 def test_param_groups_have_settings_of_their_own(stages: tuple[int, ...], precision: str) -> None:
     """No decay for vectors: groups alternate inside every bucket."""
 
@@ -345,7 +323,7 @@ def unused_head(side: Side, step: int) -> None:
 
 @on_ranks(3, full=(1, 2))
 @STAGES
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@PRECISIONS
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 @pytest.mark.mainly(lambda stage, optimizer: stage in (1, 3) or optimizer is adamw)
 def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: str, optimizer: MakeOptimizer) -> None:

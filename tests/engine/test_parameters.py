@@ -18,33 +18,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 import lightning_zero
 from lightning_zero.config import ConfigError
 from tests import models
-from tests.engine.support import (
-    ALL_STAGES,
-    IN_STAGES,
-    OUTER_STAGES,
-    Sharded,
-    Side,
-    Twin,
-    adamw,
-    assert_equal,
-    check,
-    floats,
-    language_work,
-    load_state,
-    loss_at,
-    mean_square,
-    sgd,
-    state_of,
-    tokens,
-    train,
-)
+from tests.engine.sides import Sharded, Side, Twin, adamw, load_state, sgd, state_of
+from tests.engine.support import IN_STAGES, OUTER_STAGES, PLAIN, PRECISIONS, STAGES, assert_equal, check
+from tests.engine.works import floats, language_work, loss_at, mean_square, tokens, train
 from tests.harness import on_ranks
 from tests.models import TOKENS, WIDTH, Block, Chain, Does, Model, Shapes, checkpointed, linear
 
 pytestmark = pytest.mark.sample  # a case shows all stages
-
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
-PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 
 
 def pair(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -399,7 +379,7 @@ def test_a_parameter_around_other_tensors_is_refused_by_name_and_class(stage: in
 
 @on_ranks(2)
 @STAGES
-@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+@PLAIN
 @pytest.mark.parametrize("when", ["before", "after", "in the step"])
 def test_hooks_on_accumulated_gradients_see_what_ours_take(stage: int, plain: bool, when: str) -> None:
     """This rank's own gradient, whenever the hook was registered; what they change is reduced."""
@@ -435,7 +415,7 @@ def test_hooks_on_accumulated_gradients_see_what_ours_take(stage: int, plain: bo
 
 @on_ranks(2)
 @STAGES
-@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+@PLAIN
 @pytest.mark.parametrize("how", ["two backwards", "no_sync", "one backward"])
 def test_a_hook_that_would_be_shown_a_sum_of_gradients_is_refused(stage: int, plain: bool, how: str) -> None:
     """torch adds a gradient to those before it first; it comes in parts where a reentrant checkpoint is used twice."""

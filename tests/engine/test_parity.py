@@ -23,9 +23,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_zero
-from tests.engine.support import ALL_STAGES, Sharded, assert_equal, check, in_pairs, loss_at, sgd, train
+from tests.engine.sides import DEVICE, Sharded, sgd
+from tests.engine.support import ALL_STAGES, PRECISIONS, assert_equal, check, in_pairs
 from tests.engine.test_hierarchy import accumulated, history
 from tests.engine.test_offload import OPTIMIZERS
+from tests.engine.works import loss_at, train
 from tests.harness import on_ranks, run
 from tests.models import Model
 
@@ -71,7 +73,7 @@ def _history(stage: int, **config: Any) -> list[Any]:
 
 @pytest.mark.sample
 @on_ranks(2, full=(3,))
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@PRECISIONS
 def test_stages_agree_to_the_bit_with_clipping(precision: str) -> None:
     first = _history(0, precision=precision)
     for stage in (1, 2, 3):
@@ -141,6 +143,7 @@ def fsdp2_history(module: Model, precision: str) -> list[Tensor]:
     return found + [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the mesh of fully_shard is of CPUs")
 @pytest.mark.sample
 @on_ranks(2, 3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

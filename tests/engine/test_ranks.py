@@ -25,23 +25,10 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of, engines
 from lightning_zero.engine.passes import passes
 from lightning_zero.ranks.waits import StallError
-from tests.engine.support import (
-    Sharded,
-    Side,
-    accumulate,
-    assert_same,
-    check,
-    floats,
-    language_work,
-    loss_at,
-    mean_square,
-    places_posted_often,
-    sgd,
-    tokens,
-    train,
-    with_twin,
-)
+from tests.engine.sides import Sharded, Side, sgd, step_and_clear, with_twin
+from tests.engine.support import assert_same, check, places_posted_often
 from tests.engine.test_offload import late_steps
+from tests.engine.works import accumulate, floats, language_work, loss_at, mean_square, tokens, train_both
 from tests.harness import on_ranks
 from tests.models import WIDTH, Chain, Does, Model, linear
 
@@ -100,8 +87,7 @@ def test_an_evaluation_after_a_step_needs_no_rank_that_uses_less(stage: int, row
         side.module.register_buffer("seen", torch.zeros(1))
         for step in range(3):
             work(side, step, path_of=all_blocks)
-            side.step()
-            side.zero_grad()
+            step_and_clear(side)
             with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
                 assert side.module(floats(step, 4, WIDTH), path).isfinite().all()
             side.module.seen += 1
@@ -327,16 +313,11 @@ SLOW = pytest.mark.parametrize("slow", [0, 1])
 def test_a_forward_that_raises_while_the_worker_of_one_rank_is_behind(slow: int) -> None:
     """How many parameters a rank has brought up to date so far must not decide what it issues next."""
 
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
     def stumbles(side: Side, step: int) -> Tensor:
         if step and isinstance(side, Sharded):
             time.sleep(0.03)  # the worker of the other rank is done, that of this one is not
-            hook = side.module.register_forward_pre_hook(fail)
-            with pytest.raises(ZeroDivisionError):
+            with side.module.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
                 side.module(tokens(step))
-            hook.remove()
         return language_work(side, step)
 
     with slow_on_rank(slow):
@@ -353,8 +334,7 @@ def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(stage: int
         comm = sides[0].engine.comm
         for step in range(3):
             with slow_on_rank(slow, 0.1):
-                for side in sides:
-                    train(side, [step])
+                train_both(sides, [step])
             if dist.get_rank() == 0:
                 torch.testing.assert_close(*(list(side.module.parameters())[-1].detach().clone() for side in sides))
             with torch.inference_mode():  # as between the batches of a validation

@@ -13,8 +13,10 @@ from torch import Tensor
 from lightning_zero import ZeroMonitor, ZeroStrategy
 from lightning_zero.config import ConfigError, OptimizerConfig
 from lightning_zero.trainer.precision import ZeroPrecision
-from tests.engine.support import Sharded, Side, Twin, accumulate, assert_same, loss_at, with_twin
+from tests.engine.sides import Sharded, Side, Twin, step_and_clear, with_twin
+from tests.engine.support import assert_same
 from tests.engine.test_offload import offload
+from tests.engine.works import accumulate, loss_at
 from tests.harness import on_ranks
 from tests.models import Model
 from tests.rows import PLACES
@@ -33,14 +35,12 @@ def trains(side: Side, bad: tuple[int, ...], clips: bool) -> None:
         if step in bad and isinstance(side, Twin):
             continue
         if step in bad:  # one parameter, which at stages 1 to 3 one rank steps
-            watch = side.module.head.bias.register_hook(poisoned)
-            side.backward(loss_at(side.module, step))
-            watch.remove()
+            with side.module.head.bias.register_hook(poisoned):
+                side.backward(loss_at(side.module, step))
         accumulate(side, step, 2)
         if clips:
             side.clip(0.5)
-        side.step()
-        side.zero_grad()
+        step_and_clear(side)
 
 
 @on_ranks(2)

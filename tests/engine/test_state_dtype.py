@@ -30,26 +30,12 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, state_tensors
 from tests.engine.narrow_twin import narrow_twin
 from tests.engine.optimizers import SignDescent, WarmsUp
+from tests.engine.sides import MakeOptimizer, Sharded, Twin, adamw, load_state, state_of, step_and_clear
 from tests.engine.snapshots import KeptRanges
-from tests.engine.support import (
-    MakeOptimizer,
-    Sharded,
-    Twin,
-    accumulate,
-    adamw,
-    assert_equal,
-    assert_same,
-    autocast,
-    cases,
-    load_state,
-    loss_at,
-    pairwise_selection,
-    state_of,
-    tokens,
-    train,
-)
+from tests.engine.support import assert_equal, assert_same, cases, pairwise_selection
 from tests.engine.test_offload import offload
 from tests.engine.test_restage import check_held
+from tests.engine.works import accumulate, autocast, loss_at, tokens, train
 from tests.harness import on_ranks, run
 from tests.models import VOCABULARY, Model, Odd
 
@@ -95,8 +81,7 @@ def _equals_the_twin(case: Case, folder: Path, make: MakeOptimizer = adamw, mome
             for each in (side, twin):
                 with autocast(case.precision):
                     accumulate(each, step, case.micro_batches)
-                each.step()
-                each.zero_grad()
+                step_and_clear(each)
             assert_same(side, twin, what=f"step {step}: ")
         state = state_of(side)["state"]
         for number, master in enumerate(twin.optimizer.param_groups[0]["params"]):
@@ -200,8 +185,7 @@ def seldom_module() -> nn.Module:
 def seldom(side: Sharded, steps: range) -> None:
     for side.module.step in steps:  # type: ignore[assignment]
         side.backward(loss_at(side.module, side.module.step, rank=0))
-        side.step()
-        side.zero_grad()
+        step_and_clear(side)
 
 
 def everything(side: Sharded) -> dict[str, Tensor]:
@@ -432,8 +416,7 @@ def test_losses_follow_those_of_fp32() -> None:
                 wanted = (3 * batch + batch // 4) % VOCABULARY
                 loss = nn.functional.cross_entropy(side.module(batch).flatten(0, 1), wanted.flatten())
                 side.backward(loss)
-                side.step()
-                side.zero_grad()
+                step_and_clear(side)
                 found.append(loss.detach())
         return torch.stack(found)
 

@@ -17,15 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor, parallel
 from torch.distributed.tensor import Shard as SplitAlong
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 import lightning_zero
 from lightning_zero.config import ConfigError, ZeroConfig, make_config
@@ -35,10 +28,11 @@ from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimi
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
-from tests.engine.support import MakeOptimizer, adamw, autocast, sgd
+from tests.engine.sides import MakeOptimizer, adamw, sgd
 from tests.engine.test_offload import offload
+from tests.engine.works import autocast
 from tests.harness import on_ranks
-from tests.models import Model
+from tests.models import Model, of_transformers
 
 WIDTH, VOCABULARY, ROWS, STEPS = 16, 32, 4, 3
 
@@ -77,12 +71,12 @@ PLAN = {
 def parallelized(module: nn.Module, mesh: Any) -> None:
     """As users of Lightning's ModelParallelStrategy write it."""
     styles = {
-        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
-        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
-        "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(),
+        "embedding_rowwise": parallel.RowwiseParallel(input_layouts=Replicate()),
+        "colwise_gather_output": parallel.ColwiseParallel(output_layouts=Replicate()),
+        "colwise": parallel.ColwiseParallel(),
+        "rowwise": parallel.RowwiseParallel(),
     }
-    parallelize_module(module, mesh, {name: styles[style] for name, style in PLAN.items()})
+    parallel.parallelize_module(module, mesh, {name: styles[style] for name, style in PLAN.items()})
 
 
 def net(*, tied: bool = False, seed: int = 0) -> Any:
@@ -277,7 +271,9 @@ def test_meshes_that_are_not_the_runs_are_refused() -> None:
     mesh = device_mesh("cpu", 2)
 
     def split(module: nn.Module, along: str = "tensor_parallel") -> nn.Module:
-        return parallelize_module(module, mesh[along], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return parallel.parallelize_module(
+            module, mesh[along], {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+        )
 
     slopes = Scaled()
     slopes.register_buffer("slopes", distribute_tensor(torch.ones(4), mesh["tensor_parallel"], [SplitAlong(0)]))
@@ -339,19 +335,23 @@ def test_module_on_meta_gets_the_values_of_the_whole_module() -> None:
 def test_module_that_its_user_has_split_keeps_its_styles() -> None:
     """Also norms whose activations are split along the sequence: their gradients are partial on each rank."""
     expected, _, found = alone(net)
-    along = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=SplitAlong(1), use_local_output=False)
+    along = parallel.PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=SplitAlong(1), use_local_output=False
+    )
     styles = {
-        "norm": SequenceParallel(use_local_output=False),
-        "up": ColwiseParallel(input_layouts=SplitAlong(1)),
-        "down": RowwiseParallel(),
+        "norm": parallel.SequenceParallel(use_local_output=False),
+        "up": parallel.ColwiseParallel(input_layouts=SplitAlong(1)),
+        "down": parallel.RowwiseParallel(),
     }
     for stage in (0, 3):
         module = net(seed=dist.get_rank())
         mesh = device_mesh("cpu", 2)["tensor_parallel"]
         for attention, mlp in module.blocks:
-            parallelize_module(mlp, mesh, {"norm": along})  # its hook is the first
-            parallelize_module(mlp, mesh, styles)
-            parallelize_module(attention, mesh, {n: ColwiseParallel() for n in "qkv"} | {"o": RowwiseParallel()})
+            parallel.parallelize_module(mlp, mesh, {"norm": along})  # its hook is the first
+            parallel.parallelize_module(mlp, mesh, styles)
+            parallel.parallelize_module(
+                attention, mesh, {n: parallel.ColwiseParallel() for n in "qkv"} | {"o": parallel.RowwiseParallel()}
+            )
         with sharded(module, stage=stage, tensor_parallel=2) as (engine, optimizer):
             assert split_of(module.blocks[0][0].q.weight) is not None
             assert_alike(engine, trained(module, optimizer, own_rows(2)), expected, found)
@@ -458,30 +458,16 @@ def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert:
         torch.testing.assert_close(without, value.detach(), rtol=1e-6, atol=0)
         return value
 
-    expected, _, found = alone(lambda: of_transformers(kind), loss=loss)
+    expected, _, found = alone(lambda: of_transformers(kind, use_cache=False), loss=loss)
     for stage in (0, 3):
-        module = of_transformers(kind, seed=dist.get_rank())  # all take the values of rank 0
+        module = of_transformers(kind, dist.get_rank(), use_cache=False)  # all take the values of rank 0
         settings = {"tensor_parallel": tensor, "expert_parallel": expert}
         with sharded(module, stage=stage, **settings) as (engine, optimizer):
             assert sum(split_of(param) is not None for param in module.parameters()) >= (14 if tensor > 1 else 4)
             ours = trained(module, optimizer, own_rows(tensor), loss=loss)
             assert_alike(engine, ours, expected, found, rtol=1e-5)
     with pytest.raises(ConfigError, match="expected a number that divides num_key_value_heads=2 of"):
-        lightning_zero.shard(of_transformers(kind), tensor_parallel=4)
-
-
-def of_transformers(kind: str, seed: int = 0) -> nn.Module:
-    import transformers
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 32}
-    if kind != "llama":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
-    config._experts_implementation = "eager"
-    torch.manual_seed(seed)
-    made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return made
+        lightning_zero.shard(of_transformers(kind, use_cache=False), tensor_parallel=4)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
