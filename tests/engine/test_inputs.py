@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_zero
 from lightning_zero.engine.units.unit import State
 from tests.engine.sides import Sharded, Side, beside_twin, sgd, step_and_clear
-from tests.engine.support import IN_STAGES, OUTER_STAGES, PLAIN, STAGES, assert_equal, assert_same, check
+from tests.engine.support import ALL_STAGES, IN_STAGES, OUTER_STAGES, PLAIN, STAGES, assert_equal, assert_same, check
 from tests.engine.works import floats, mean_square, mean_square_of, scope, tokens
 from tests.harness import on_ranks
 from tests.models import WIDTH, Block, Chain, Does, Doubles, Model, linear
@@ -207,7 +207,7 @@ def test_saved_tensors_that_are_changed_in_place_are_refused_as_by_torch(stage: 
 @on_ranks(2)
 @AGAIN
 def test_a_block_is_computed_again_as_in_its_forward(how: str) -> None:
-    settings = {"stage": OUTER_STAGES, "activation_checkpointing": how}
+    settings = {"stage": ALL_STAGES, "activation_checkpointing": how}
 
     def appends(m: Any, found: list[Tensor], more: dict[str, list[Tensor]]) -> None:
         found.append(torch.tanh(m.linear(found[-1])) + sum(more["all"], torch.zeros(())))
