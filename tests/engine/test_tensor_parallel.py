@@ -28,11 +28,12 @@ from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimi
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
+from tests import models
 from tests.engine.sides import MakeOptimizer, adamw, sgd
 from tests.engine.test_offload import offload
 from tests.engine.works import autocast
 from tests.harness import on_ranks
-from tests.models import Model, of_transformers
+from tests.models import Model
 
 WIDTH, VOCABULARY, ROWS, STEPS = 16, 32, 4, 3
 
@@ -443,6 +444,9 @@ def load_example(name: str) -> Any:
     return module
 
 
+of_transformers = functools.partial(models.of_transformers, use_cache=False)
+
+
 @pytest.mark.full
 @on_ranks(4)
 @pytest.mark.parametrize(
@@ -458,16 +462,16 @@ def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert:
         torch.testing.assert_close(without, value.detach(), rtol=1e-6, atol=0)
         return value
 
-    expected, _, found = alone(lambda: of_transformers(kind, use_cache=False), loss=loss)
+    expected, _, found = alone(lambda: of_transformers(kind), loss=loss)
     for stage in (0, 3):
-        module = of_transformers(kind, dist.get_rank(), use_cache=False)  # all take the values of rank 0
+        module = of_transformers(kind, seed=dist.get_rank())  # all take the values of rank 0
         settings = {"tensor_parallel": tensor, "expert_parallel": expert}
         with sharded(module, stage=stage, **settings) as (engine, optimizer):
             assert sum(split_of(param) is not None for param in module.parameters()) >= (14 if tensor > 1 else 4)
             ours = trained(module, optimizer, own_rows(tensor), loss=loss)
             assert_alike(engine, ours, expected, found, rtol=1e-5)
     with pytest.raises(ConfigError, match="expected a number that divides num_key_value_heads=2 of"):
-        lightning_zero.shard(of_transformers(kind, use_cache=False), tensor_parallel=4)
+        lightning_zero.shard(of_transformers(kind), tensor_parallel=4)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
