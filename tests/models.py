@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -173,13 +174,9 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(self.norm(x)) + self.up(self.down(x))) + x
 
 
-class Dropping(nn.Module):
+class Dropping(Does):
     def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.inner = linear(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.dropout(self.inner(x), 0.5, self.training)
+        super().__init__(lambda m, x: x + nn.functional.dropout(m.inner(x), 0.5, m.training), inner=linear(width))
 
 
 class Layers(nn.Module):
@@ -196,13 +193,9 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-class Down(nn.Module):
+class Down(nn.Sequential):
     def __init__(self, into: int, out: int) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(into, out, 3, stride=2, padding=1), nn.GroupNorm(4, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x)).relu()
+        super().__init__(nn.Conv2d(into, out, 3, stride=2, padding=1), nn.GroupNorm(4, out), nn.ReLU())
 
 
 class Up(nn.Module):
@@ -267,3 +260,18 @@ class Shapes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.turned * self.scale + self.one + self.empty.sum()
         return torch.cat([x + y.sum(1, keepdim=True) + self.odd.sum(), y], 1)[:, :WIDTH]
+
+
+def of_transformers(kind: str, seed: int = 0, **more: Any) -> nn.Module:
+    """A small model of transformers with random values."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 32, "num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 32}
+    if kind == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, **more})
+    config._experts_implementation = "eager"
+    torch.manual_seed(seed)
+    make = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    made: nn.Module = make.from_config(config)
+    return made

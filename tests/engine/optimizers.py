@@ -155,8 +155,6 @@ class NormOverAll(_Toy):
 class Langevin(_Toy):
     """Draws random numbers, one tensor after the other."""
 
-    settings: ClassVar = {}
-
     def update(self) -> None:
         for _, p in self.used():
             p.sub_(p.grad + torch.randn_like(p), alpha=0.01)
@@ -264,18 +262,12 @@ class NormOverLarge(_Toy):
             p.sub_(p.grad / torch.stack(norms).norm() if id(p) in large else p.grad, alpha=0.1)
 
 
-def matrices_and_rest(params: Any) -> list[dict[str, Any]]:
-    """Param groups of :class:`MuonAndAdam`."""
-    params = list(params)
-    return [
-        {"params": [p for p in params if p.dim() == 2 and p.numel()], "use_muon": True},
-        {"params": [p for p in params if p.dim() != 2 or not p.numel()], "lr": 0.003},
-    ]
-
-
 def adafactor(params: Any) -> Optimizer:
     return torch.optim.Adafactor(params, lr=0.05)
 
 
 def muon_and_adam(params: Any) -> Optimizer:
-    return MuonAndAdam(matrices_and_rest(params))
+    params = list(params)
+    matrices = [p for p in params if p.dim() == 2 and p.numel()]
+    rest = [p for p in params if p.dim() != 2 or not p.numel()]
+    return MuonAndAdam([{"params": matrices, "use_muon": True}, {"params": rest, "lr": 0.003}])

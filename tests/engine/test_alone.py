@@ -18,8 +18,11 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.comm.agreements import ApartError
 from lightning_zero.ranks import waits
 from lightning_zero.ranks.waits import StallError
-from tests.engine.support import Model, Sharded, language_work, places_posted_often, tokens
+from tests.engine.sides import Sharded
+from tests.engine.support import places_posted_often
+from tests.engine.works import language_work, tokens
 from tests.harness import Pool
+from tests.models import Model
 from tests.trainer.toys import Lit, fit, seeded
 
 

@@ -17,9 +17,11 @@ from lightning_zero.engine.units import build
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param_store import FlatBuffer
 from lightning_zero.trainer.summary import large_unit
-from tests.engine.support import Model, Sharded, assert_same, beside_twin, check, floats, mean_square_of, train
+from tests.engine.sides import Sharded, beside_twin
+from tests.engine.support import assert_same, check
+from tests.engine.works import floats, mean_square_of, train, train_both
 from tests.harness import on_ranks
-from tests.models import Does, Recurrent, UNet
+from tests.models import Does, Model, Recurrent, UNet
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
@@ -64,8 +66,7 @@ def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int,
         sizes = [b.layout.numel * 4 for b in side.engine.buckets]
         of_unit = sum(b.layout.numel * 4 for b in side.engine.units[3].buckets)
         for step in range(2):
-            for each in (twin, side):
-                train(each, [step])
+            train_both((twin, side), [step])
             # What ranks know of each other is as old as the gather before: a unit, and one ahead.
             assert most <= max(limit, *sizes) + (2 * of_unit if stage == 3 else 0)
             assert most < sum(sizes) / 2

@@ -22,14 +22,15 @@ from lightning_zero.comm.share import Share
 from lightning_zero.config import ConfigError, OffloadConfig
 from lightning_zero.engine import Engine
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.whole import state_dicts
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.aio import DiskError, DiskFile
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
-from tests.engine.support import Model, Sharded, accumulate, adamw, language_loss, tokens
+from tests.engine.sides import Sharded, load_state, state_of
+from tests.engine.works import language_work, loss_at, train
 from tests.harness import on_ranks
+from tests.models import Model
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
@@ -82,7 +83,7 @@ def test_a_budget_replaces_the_look_at_free_memory() -> None:
     offload = {"name": "cpu", "host_budget": 100 * NUMEL}
     nothing = mock.patch.dict(HostTier.__init__.__kwdefaults__ or {}, available=lambda: 0)
     with available(0), nothing, Sharded(Model(width=WIDTH), offload=offload) as side:
-        accumulate(side, 0, 1)
+        language_work(side, 0)
         side.engine.restage(offload={"name": "optimizer_cpu", "host_budget": 100 * NUMEL})
 
 
@@ -126,7 +127,7 @@ def test_room_inside_of_files_counts_as_free(tmp_path: Path) -> None:
         for fit in range(2):
             with contextlib.nullcontext() if fit else free_files(1 << 40):
                 optimizer = add_adamw(engine)
-            engine.passes.backward(language_loss(engine.module, tokens(fit)))
+            engine.passes.backward(loss_at(engine.module, fit))
             optimizer.step()
             engine.passes.wait_for_all()
             drop_optimizers(engine)
@@ -177,21 +178,16 @@ def test_a_disk_that_another_job_fills_on_one_rank_is_every_rank_s_error(row: st
 
 
 @on_ranks(1)
-def test_state_that_is_replaced_gives_its_place_back() -> None:
-    with Sharded(Model(width=WIDTH), offload="cpu", optimizer=adamw) as side:
-        host = side.engine.tiers.host
-        assert host is not None
+def test_state_that_is_replaced_or_of_parameters_that_have_left_gives_its_place_back() -> None:
+    with Sharded(Model(width=WIDTH), offload="cpu") as side:
+        host: Any = side.engine.tiers.host
         sizes = []
-        for step in range(4):
-            accumulate(side, step, 1)
-            side.step()
-            side.zero_grad()
-            state = state_dicts.optimizer_state(side.engine, side.optimizer)
-            state_dicts.load_optimizer_state(side.engine, side.optimizer, state)
+        for step in range(2):
+            train(side, [step])
+            load_state(side, state_of(side))
             sizes.append(host.nbytes)
-        assert len(set(sizes)) == 1, sizes
+        assert sizes[0] == sizes[1]
         side.optimizer.param_groups[0]["params"] = list(side.module.head.parameters())
-        accumulate(side, 4, 1)
-        side.step()
+        train(side, [2])
         side.engine.passes.wait_for_all()
-        assert host.nbytes < 0.6 * sizes[0]  # the state of parameters that have left goes
+        assert host.nbytes < 0.6 * sizes[0]

@@ -16,22 +16,11 @@ from torch.fx import GraphModule
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from tests.engine.support import (
-    Model,
-    Sharded,
-    Twin,
-    accumulate,
-    assert_same,
-    autocast,
-    beside_twin,
-    language_loss,
-    pairwise_selection,
-    sgd,
-    step_and_clear,
-    tokens,
-    train,
-)
+from tests.engine.sides import Sharded, Twin, beside_twin, sgd, step_and_clear
+from tests.engine.support import assert_same, pairwise_selection
+from tests.engine.works import accumulate, autocast, loss_at, tokens, train_both
 from tests.harness import on_ranks, run
+from tests.models import Model
 
 
 class Counting:
@@ -65,16 +54,12 @@ def _wrapped(module: nn.Module, **settings: Any) -> None:
 
 COUNT = Counting()
 register_backend(COUNT, name="counting")  # for settings, where a backend is a name
-
-
 FORMS: dict[str, Callable[..., None]] = {
     "blocks": _each_block,
     "forwards": _each_forward,
     "wrapped": _wrapped,
     "root": nn.Module.compile,
 }
-
-
 VALUES = {
     "form": (*FORMS, "setting"),
     "later": (False, True),  # after sharding
@@ -129,7 +114,7 @@ def _check(case: Case) -> None:
             with autocast(case.precision):
                 assert torch.equal(*(accumulate(side, step, 2) for side in (sharded, twin))), step
                 with torch.no_grad():
-                    assert torch.equal(*(language_loss(side.module, tokens(step, 5)) for side in (sharded, twin)))
+                    assert torch.equal(*(loss_at(side.module, step, 5) for side in (sharded, twin)))
             step_and_clear(sharded, twin)
             assert_same(sharded, twin, what=f"step {step}: ")
             found.append(len(COUNT.graphs))
@@ -157,8 +142,7 @@ def test_graphs_with_a_backward_of_their_own(backend: str, stage: int, recompute
         block.compile(backend=backend)
     with sharded:
         for step in range(3):
-            for side in (sharded, twin):
-                train(side, [step])
+            train_both((sharded, twin), [step])
             assert_same(sharded, twin, tolerance=1e-6 if backend == "inductor" else 0.0, what=f"step {step}: ")
 
 
@@ -192,9 +176,9 @@ def test_a_copy_is_plain() -> None:
     with _side(module, Case("setting", True, False, 3, "cpu", "fp32", "none")):
         with lightning_zero.gather(module):
             copied = copy.deepcopy(module)
-            expected = language_loss(module, tokens(0))
+            expected = loss_at(module, 0)
         made = len(COUNT.graphs)
-        assert torch.equal(language_loss(copied, tokens(0)), expected)
+        assert torch.equal(loss_at(copied, 0), expected)
         assert len(COUNT.graphs) == made and not has_own(copied)
 
 
@@ -208,6 +192,21 @@ def test_cuda_graphs_are_refused_where_parameters_come_and_go() -> None:
         assert "forward" not in vars(module.blocks[1])
     with pytest.raises(ConfigError, match=r"zero\.compile\.arguments: .*fixed addresses.*'max-autotune'"):
         lightning_zero.shard(Model(), compile={"name": "blocks", "arguments": {"mode": "max-autotune"}})
+
+
+@pytest.mark.full
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["blocks", "forwards", "wrapped"])
+def test_cuda_graphs_of_before_are_refused_where_parameters_move(form: str) -> None:
+    def build(mode: str) -> nn.Module:
+        module = Model()
+        FORMS[form](module, mode=mode)
+        return module
+
+    with pytest.raises(ConfigError, match=r"blocks.0 is compiled with CUDA graphs.*max-autotune-no-cudagraphs"):
+        Sharded(build("reduce-overhead"), stage=3)
+    for kept, stage in (("reduce-overhead", 2), ("max-autotune-no-cudagraphs", 3)):
+        Sharded(build(kept), stage=stage).engine.release()
 
 
 @on_ranks(1)

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.planning.placement import logical_collectives
-from tests.engine.support import ALL_STAGES, Model, Sharded, Side, accumulate, check, tokens, train
+from tests.engine.sides import Sharded, Side
+from tests.engine.support import STAGES, check
 from tests.engine.test_hierarchy import accumulated
+from tests.engine.works import accumulate, tokens, train
 from tests.harness import on_ranks
+from tests.models import Model
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
@@ -87,7 +90,7 @@ def test_a_bucket_that_one_rank_completes_late_does_not_hold_up_the_others() -> 
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("stage", ALL_STAGES)
+@STAGES
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_one_rank_that_sends_messages_to_itself_has_the_same_numbers(stage: int, precision: str) -> None:
     """The way on which a transport is tried on one GPU."""

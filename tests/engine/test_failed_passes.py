@@ -22,31 +22,13 @@ from lightning_zero.engine.passes import passes
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State
 from lightning_zero.engine.whole import whole_params
-from tests.engine.support import (
-    ALL_STAGES,
-    IN_STAGES,
-    Model,
-    Sharded,
-    Side,
-    assert_equal,
-    assert_same,
-    beside_twin,
-    check,
-    floats,
-    language_loss,
-    language_work,
-    mean_square,
-    scope,
-    tokens,
-    train,
-)
+from tests.engine.sides import Sharded, Side, beside_twin
+from tests.engine.support import IN_STAGES, PLAIN, STAGES, assert_equal, assert_same, check
+from tests.engine.works import floats, language_work, loss_at, mean_square, scope, train, train_both
 from tests.harness import assert_gone, on_ranks
-from tests.models import WIDTH, Block, Chain, linear
+from tests.models import WIDTH, Block, Chain, Model, linear
 
 pytestmark = pytest.mark.sample  # a case shows all stages
-
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
-PLAIN = pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
 
 
 def fail(*_: Any) -> None:
@@ -76,7 +58,7 @@ def failing(chain: nn.Module, where: str) -> Iterator[None]:
 def raise_in_backward(side: Side, step: int) -> None:
     """A backward that raises in the middle, of batch ``step``."""
     with side.module.blocks[1].register_full_backward_hook(fail), pytest.raises(ZeroDivisionError):
-        side.backward(language_loss(side.module, tokens(step)))
+        side.backward(loss_at(side.module, step))
 
 
 def references(side: Sharded) -> list[weakref.ref[Any]]:
@@ -143,17 +125,16 @@ def test_gradients_that_lack_a_part_are_not_stepped(stage: int, plain: bool) -> 
     refused = pytest.raises(RuntimeError, match=r"a backward has raised before its end.*zero_grad")
     side, twin = beside_twin(stage=stage, plain=plain)
     with abandoning_after(0.5), side:
-        side.backward(language_loss(side.module, tokens(0)))
+        side.backward(loss_at(side.module, 0))
         raise_in_backward(side, 1)
         with refused:
             side.step()
-        side.backward(language_loss(side.module, tokens(2)))  # does not make it whole
+        side.backward(loss_at(side.module, 2))  # does not make it whole
         for use in (lambda: side.clip(1.0), side.step):
             with refused:
                 use()
         side.zero_grad()
-        for both in (twin, side):
-            train(both, [3])
+        train_both((twin, side), [3])
         assert_same(side, twin)
 
 
@@ -165,11 +146,11 @@ def test_gradients_that_were_cleared_lack_nothing_in_the_next_scope(stage: int, 
 
     def work(side: Side, step: int) -> Tensor:
         if isinstance(side, Sharded):
-            side.backward(language_loss(side.module, tokens(10)))
+            side.backward(loss_at(side.module, 10))
             raise_in_backward(side, 11)
             getattr(side, cleared_by).zero_grad()
         with scope(side):
-            loss = language_loss(side.module, tokens(step))
+            loss = loss_at(side.module, step)
         side.backward(loss)
         return loss
 
@@ -184,7 +165,7 @@ def test_an_exception_at_an_end_of_a_backward_is_followed_by_a_clean_one(where: 
         if isinstance(side, Sharded):
             owner = side.engine.passes.reducer if where == "flush" else side.engine.passes
             with mock.patch.object(owner, where, side_effect=MemoryError), pytest.raises(MemoryError):
-                side.backward(language_loss(side.module, tokens(10)))
+                side.backward(loss_at(side.module, 10))
             side.zero_grad()
         return language_work(side, step)
 
@@ -214,7 +195,7 @@ def test_ranks_that_raise_after_different_halves_of_reductions_go_on() -> None:
         if isinstance(side, Sharded) and step:
             hook = side.module.embed.register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
             with hook, mock.patch.object(Pending, "done", found_complete), pytest.raises(ZeroDivisionError):
-                side.backward(language_loss(side.module, tokens(10 + step)))
+                side.backward(loss_at(side.module, 10 + step))
             side.zero_grad()
         return language_work(side, step)
 
@@ -291,7 +272,7 @@ def test_an_engine_goes_with_its_module_whatever_leads_back_to_it(stage: int, of
 def test_a_graph_that_is_dropped_goes_with_all_that_it_leads_to(stage: int, raises: bool) -> None:
     """Blocks have a tanh, which saves its own result."""
     side = Sharded(Model(), stage=stage)
-    loss = language_loss(side.module, tokens(0))
+    loss = loss_at(side.module, 0)
     if raises:
         with side.module.blocks[1].up.weight.register_hook(fail), pytest.raises(ZeroDivisionError):
             side.backward(loss)
@@ -331,8 +312,7 @@ def test_a_gather_that_was_given_up_writes_into_no_memory_of_others(comes: bool)
     side, twin = beside_twin()
     engine, is_late = side.engine, dist.get_rank() == 1
     unit = engine.units[1]
-    for one in (side, twin):
-        train(one, range(2))
+    train_both((side, twin), range(2))
     buffers = [bucket.full.data for bucket in unit.buckets]
     dist.barrier()
     if not is_late:
@@ -354,8 +334,7 @@ def test_a_gather_that_was_given_up_writes_into_no_memory_of_others(comes: bool)
             arrived = buffer.clone()
             dist.broadcast(arrived, 1)
             assert torch.equal(arrived, buffer)
-    for one in (side, twin):
-        train(one, range(2, 5))  # the other memory is as good
+    train_both((side, twin), range(2, 5))  # the other memory is as good
     assert_same(side, twin)
     engine.release()
     dist.barrier()
@@ -399,7 +378,7 @@ def test_a_graph_of_before_a_gather_was_given_up_is_refused() -> None:
     """Its weights are views of memory that only the abandoned message writes to."""
     with Sharded(Model(), stage=3) as side:
         train(side, range(2))
-        loss = language_loss(side.module, tokens(2))
+        loss = loss_at(side.module, 2)
         side.engine.passes.abort()
         unit = side.engine.units[1]
         for bucket in unit.resharded:

@@ -27,25 +27,14 @@ from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, check_exchange, flat
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
-from tests.engine.support import (
-    Model,
-    Sharded,
-    Work,
-    accumulate,
-    assert_equal,
-    floats,
-    in_pairs,
-    language_loss,
-    mean_square_of,
-    sgd,
-    tokens,
-    train,
-)
+from tests.engine.sides import Sharded, Work, sgd
+from tests.engine.support import assert_equal, in_pairs
 from tests.engine.test_hierarchy import accumulated, history
 from tests.engine.test_offload import offload
 from tests.engine.test_on_streams import through_host, together
+from tests.engine.works import accumulate, floats, loss_at, mean_square_of, train
 from tests.harness import on_ranks, run
-from tests.models import Does, linear
+from tests.models import Does, Model, linear
 
 WIRES = ("full", "auto")
 BOTH = (False, True)
@@ -53,8 +42,9 @@ WHOLE_BF16 = {"name": "bf16", "fp32_modules": []}
 
 
 @contextlib.contextmanager
-def sent_dtypes(found: list[tuple[torch.dtype, torch.dtype | None]]) -> Iterator[None]:
+def sent_dtypes() -> Iterator[list[tuple[torch.dtype, torch.dtype | None]]]:
     """Of the gradients that are reduced, and of their sums where an all-to-all makes them."""
+    found: list[tuple[torch.dtype, torch.dtype | None]] = []
     reduce = Communicator._reduce
 
     def seen(self: Communicator, full: Tensor, label: str, factor: float, total: Any, **options: Any) -> Any:
@@ -63,7 +53,7 @@ def sent_dtypes(found: list[tuple[torch.dtype, torch.dtype | None]]) -> Iterator
         return reduce(self, full, label, factor, total, **options)
 
     with mock.patch.object(Communicator, "_reduce", seen):
-        yield
+        yield found
 
 
 def trained(
@@ -106,9 +96,8 @@ def _check(case: Case, folder: Path) -> None:
         config["precision"] = {"name": "bf16_true", "reduce_dtype": "fp32"}
     found, sent = [], []
     for wire in WIRES:
-        kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
         host = through_host() if case.together and case.row != "none" else contextlib.nullcontext()
-        with together() if case.together else contextlib.nullcontext(), host, sent_dtypes(kinds):
+        with together() if case.together else contextlib.nullcontext(), host, sent_dtypes() as kinds:
             work = accumulated(case.micro_batches)
             found.append(trained(Model, work, wire, clip=case.clips, optimizer=sgd, **config))
         sent.append(kinds)
@@ -168,8 +157,7 @@ def test_half_of_the_bytes_are_sent(stage: int, micro_batches: int, part: float)
 @on_ranks(2)
 def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
     """Norms keep fp32 by default; under other rows nothing changes."""
-    kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
-    with sent_dtypes(kinds):
+    with sent_dtypes() as kinds:
         trained(Model, accumulated(), "bf16")
     assert set(kinds) == {(torch.bfloat16, torch.float32), (torch.float32, None)}
     for config in (
@@ -178,8 +166,7 @@ def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
         {"precision": {"name": "bf16", "reduce_dtype": "bf16"}},
         {"precision": "bf16", "comm": {"transport": "plain"}},
     ):
-        kinds.clear()
-        with sent_dtypes(kinds):
+        with sent_dtypes() as kinds:
             trained(Model, accumulated(), "auto", steps=1, **config)
         assert kinds and {total for _, total in kinds} == {None}
 
@@ -263,7 +250,7 @@ def test_gradients_of_any_scale_are_divided_in_fp32(stage: int) -> None:
 
     def work(side: Sharded, step: int) -> Tensor:
         side.engine.passes.reducer.set_loss_scale(3.0)
-        loss = language_loss(side.module, tokens(step))
+        loss = loss_at(side.module, step)
         side.backward(loss * 3.0)
         return loss
 
@@ -311,8 +298,7 @@ def test_sums_over_two_nodes_have_the_same_bits_at_all_stages_and_in_all_ways_to
         node = {"node": f"node {dist.get_rank() // 2}", "comm": {"hybrid_shard": way}}
         sent = []
         for wire in WIRES:
-            kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
-            with sent_dtypes(kinds):
+            with sent_dtypes() as kinds:
                 found.append(trained(Model, accumulated(), wire, stage=stage, precision=WHOLE_BF16, **node))
             sent.append({dtype for dtype, total in kinds if total is not None})
         assert sent == [{torch.float32}, {torch.bfloat16}]

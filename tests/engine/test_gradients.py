@@ -23,25 +23,15 @@ import lightning_zero
 from lightning_zero.comm.agreements import ApartError
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.ranks.waits import StallError
-from tests.engine.support import (
-    ALL_STAGES,
-    Model,
-    Sharded,
-    Twin,
-    assert_equal,
-    assert_same,
-    language_loss,
-    language_work,
-    tokens,
-    trained,
-)
+from tests.engine.sides import Sharded, Twin, step_and_clear
+from tests.engine.support import STAGES, assert_equal, assert_same
 from tests.engine.test_hierarchy import history
 from tests.engine.test_offload import offload
+from tests.engine.works import language_work, loss_at, trained
 from tests.harness import on_ranks
+from tests.models import Model
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
-
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 
 
 @contextmanager
@@ -225,8 +215,7 @@ def test_a_rank_that_asks_alone_gets_an_error(read: str, own: str, others: str) 
         elif dist.get_rank() == 0:
             getattr(side.module.head.weight.grad, read)()
         for step in (1, 2):
-            side.step()
-            side.zero_grad()
+            step_and_clear(side)
             language_work(side, step)
     assert time.monotonic() - started < 20.0
     assert re.search(own if dist.get_rank() == 0 else others, str(caught.value))
@@ -252,7 +241,7 @@ def test_norms_after_a_backward_in_no_sync_are_of_this_ranks_gradients(stage: in
     with Sharded(copy.deepcopy(alone), stage=stage) as side:
         with side.no_sync():
             language_work(side, 0)
-        language_loss(alone, tokens(0)).backward()
+        loss_at(alone, 0).backward()
         for own, param in zip(side.module.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(own.grad.norm(), param.grad.norm())
 
@@ -400,7 +389,7 @@ def test_gradients_are_shown_with_the_scale_of_the_loss() -> None:
             return total
 
         reducer.set_loss_scale(1024.0)
-        side.backward(1024.0 * language_loss(side.module, tokens(0)))
+        side.backward(1024.0 * loss_at(side.module, 0))
         true = lightning_zero.grad_norm(side.module)
         assert torch.equal(shown(), 1024.0 * true)
         clip_grad_norm_(params, 512.0 * float(true))

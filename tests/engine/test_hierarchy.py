@@ -22,9 +22,12 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.transports import Members
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import capacity
-from tests.engine.support import Model, Sharded, Work, accumulate, assert_equal, train, whole
+from tests.engine.sides import Sharded, Work, whole
+from tests.engine.support import assert_equal
 from tests.engine.test_offload import offload
+from tests.engine.works import accumulate, train
 from tests.harness import on_ranks
+from tests.models import Model
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 

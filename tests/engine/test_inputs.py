@@ -17,32 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine.units.unit import State
-from tests.engine.support import (
-    ALL_STAGES,
-    IN_STAGES,
-    OUTER_STAGES,
-    Model,
-    Sharded,
-    Side,
-    assert_equal,
-    assert_same,
-    beside_twin,
-    check,
-    floats,
-    mean_square,
-    mean_square_of,
-    scope,
-    sgd,
-    step_and_clear,
-    tokens,
-)
+from tests.engine.sides import Sharded, Side, beside_twin, sgd, step_and_clear
+from tests.engine.support import ALL_STAGES, IN_STAGES, OUTER_STAGES, PLAIN, STAGES, assert_equal, assert_same, check
+from tests.engine.works import floats, mean_square, mean_square_of, scope, tokens
 from tests.harness import on_ranks
-from tests.models import WIDTH, Block, Chain, Does, Doubles, linear
+from tests.models import WIDTH, Block, Chain, Does, Doubles, Model, linear
 
 pytestmark = pytest.mark.sample  # a case shows all stages
 
 BOTH = (False, True)
-PLAIN = pytest.mark.parametrize("plain", BOTH, ids=["told", "noticed"])
 PREFETCH = pytest.mark.parametrize("prefetch_bytes", [0, 10**6])
 AGAIN = pytest.mark.parametrize("how", ["blocks", "offload"])  # what is computed again
 
@@ -187,7 +170,7 @@ def test_outputs_that_are_views_are_changed_in_place(prefetch_bytes: int) -> Non
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", ALL_STAGES)
+@STAGES
 @AGAIN
 def test_inputs_that_change_cannot_be_computed_from_again(stage: int, how: str) -> None:
     """torch would compute wrong gradients without a word."""
@@ -224,7 +207,7 @@ def test_saved_tensors_that_are_changed_in_place_are_refused_as_by_torch(stage: 
 @on_ranks(2)
 @AGAIN
 def test_a_block_is_computed_again_as_in_its_forward(how: str) -> None:
-    settings = {"stage": OUTER_STAGES, "activation_checkpointing": how}
+    settings = {"stage": ALL_STAGES, "activation_checkpointing": how}
 
     def appends(m: Any, found: list[Tensor], more: dict[str, list[Tensor]]) -> None:
         found.append(torch.tanh(m.linear(found[-1])) + sum(more["all"], torch.zeros(())))

@@ -16,10 +16,13 @@ from lightning_zero.optimizers import chunks
 from lightning_zero.optimizers.chunks import round_stochastically, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import start_state
 from tests.engine.optimizers import SignDescent
-from tests.engine.support import Model, Sharded, assert_equal, train
+from tests.engine.sides import Sharded
+from tests.engine.support import assert_equal
 from tests.engine.test_hierarchy import accumulated, history
 from tests.engine.test_offload import OPTIMIZERS, offload
+from tests.engine.works import train
 from tests.harness import on_ranks
+from tests.models import Model
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
@@ -91,9 +94,7 @@ def test_pieces_give_what_a_whole_step_gives(name: str) -> None:
             start_state(pieced, pieced.param_groups[0], [run])
             step_in_chunks(pieced, pieced.param_groups[0], run, grad)
             assert torch.equal(run, param)
-    assert pieced.state[run].keys() == plain.state[param].keys()
-    for key, value in plain.state[param].items():
-        assert_equal([pieced.state[run][key]], [value], key)
+    assert_equal(pieced.state[run], plain.state[param])
 
 
 @on_ranks(2)
@@ -120,16 +121,12 @@ def test_no_whole_copy_of_gradients_in_another_dtype(stage: int, optimizer: str)
 STOCHASTIC = {"name": "bf16_true", "stochastic_rounding": True}
 
 
-def rounded(**place: Any) -> dict[str, Any]:
-    return {"precision": STOCHASTIC, **place}
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_stages_and_tiers_round_alike(optimizer: str, tmp_path: Path) -> None:
-    expected = training(optimizer, stage=3, **rounded())
+    expected = training(optimizer, stage=3, precision=STOCHASTIC)
     for row, stage in (("none", 0), ("none", 1), ("none", 2), ("cpu", 3), ("nvme", 3)):
-        found = training(optimizer, stage=stage, **rounded(**offload(row, tmp_path)))
+        found = training(optimizer, stage=stage, precision=STOCHASTIC, **offload(row, tmp_path))
         assert_equal(found, expected, f"{row} at stage {stage}")
     nearest = training(optimizer, stage=3, precision="bf16_true")
     assert any(not torch.equal(a, b) for a, b in zip(nearest, expected, strict=True) if isinstance(a, Tensor))
@@ -157,7 +154,7 @@ def test_small_steps_are_not_lost() -> None:
 
 @on_ranks(1)
 def test_where_nothing_is_rounded_and_other_optimizers_are_refused() -> None:
-    slices = rounded(optimizer_settings={"sharding": "slices"})
+    slices = {"precision": STOCHASTIC, "optimizer_settings": {"sharding": "slices"}}
     for says, config in (
         (r"false .* got true with zero/precision=fp32\.", {"precision": {"stochastic_rounding": True}}),
         (r"false .* got true with zero/precision=bf16\.", {"precision": {**STOCHASTIC, "name": "bf16"}}),

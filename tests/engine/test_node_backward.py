@@ -31,44 +31,17 @@ from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import within_nodes
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
-from tests.engine.support import (
-    Model,
-    Sharded,
-    Work,
-    accumulate,
-    assert_equal,
-    floats,
-    in_pairs,
-    language_loss,
-    mean_square_of,
-    places_posted_often,
-    step_and_clear,
-    tokens,
-    train,
-)
+from tests.engine.sides import Sharded, Work, step_and_clear
+from tests.engine.support import assert_equal, in_pairs, places_posted_often
 from tests.engine.test_hierarchy import accumulated, bytes_from_other_nodes, history, sharded
 from tests.engine.test_offload import offload
 from tests.engine.test_on_streams import through_host, together
+from tests.engine.works import accumulate, floats, loss_at, mean_square_of, train
 from tests.harness import on_ranks, run
-from tests.models import paths
+from tests.models import Model, paths
 
 BOTH = ("flat", "node_backward")
 PER_NODE = 2
-
-
-def trained(hybrid_shard: str, work: Work, *, build: Callable[[], nn.Module] = Model, **config: Any) -> list[Any]:
-    """What ``work`` found in each of three steps, and all masters and states."""
-
-    def works(side: Sharded, step: int) -> Any:
-        assert not kept(side)
-        return work(side, step)
-
-    torch.manual_seed(3)
-    with sharded(build(), PER_NODE, hybrid_shard, **config) as side:
-        assert side.engine.comm.shard_size == dist.get_world_size()
-        found = history(side, works)
-        assert not kept(side)
-        return found
 
 
 def kept(side: Sharded) -> list[Tensor]:
@@ -106,8 +79,21 @@ def test_it_equals_flat_to_the_bit(case: Case, tmp_path: Path) -> None:
         on_both(work, **config)
 
 
-def on_both(work: Work, **config: Any) -> None:
-    assert_equal(*(trained(hybrid_shard, work, **config) for hybrid_shard in BOTH))
+def on_both(work: Work, *, build: Callable[[], nn.Module] = Model, **config: Any) -> None:
+    """``work`` finds the same in each of three steps; so are all masters and states."""
+
+    def works(side: Sharded, step: int) -> Any:
+        assert not kept(side)
+        return work(side, step)
+
+    found = []
+    for hybrid_shard in BOTH:
+        torch.manual_seed(3)
+        with sharded(build(), PER_NODE, hybrid_shard, **config) as side:
+            assert side.engine.comm.shard_size == dist.get_world_size()
+            found.append(history(side, works))
+            assert not kept(side)
+    assert_equal(*found)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -143,9 +129,9 @@ def evaluates(side: Sharded, step: int) -> Any:
     found = []
     for micro in range(2):
         with side.no_sync() if not micro else contextlib.nullcontext():
-            side.backward(language_loss(side.module, tokens(step, micro)))
+            side.backward(loss_at(side.module, step, micro))
         with side.engine.step_scope(evaluation=True), torch.no_grad():
-            found.append(language_loss(side.module, tokens(step, 7)))
+            found.append(loss_at(side.module, step, 7))
             assert not kept(side)
     return found
 
@@ -156,11 +142,11 @@ def loads(side: Sharded, step: int) -> Any:
     state = {name: torch.randn(p.shape, generator=draw) * 0.1 for name, p in side.module.named_parameters()}
     with side.engine.step_scope():
         with torch.no_grad():
-            first = language_loss(side.module, tokens(step))
+            first = loss_at(side.module, step)
         assert step or bool(kept(side)) == (side.engine.comm.node_size > 0)
         side.engine.load_state_dict(state)
         assert not kept(side)
-        loss = language_loss(side.module, tokens(step))
+        loss = loss_at(side.module, step)
         assert loss != first
         side.backward(loss)
     return first, loss.detach()
@@ -171,16 +157,16 @@ def writes(side: Sharded, step: int) -> Any:
     weight = side.module.blocks[0].down.weight  # in the slices of both ranks of a node
     values = torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight)
     with side.engine.step_scope():
-        losses = [language_loss(side.module, tokens(step)).detach()]
+        losses = [loss_at(side.module, step).detach()]
         with torch.no_grad():
             weight.mul_(1.5)
-        losses.append(language_loss(side.module, tokens(step)).detach())
+        losses.append(loss_at(side.module, step).detach())
         weight.data = values * (step + 1)
-        losses.append(language_loss(side.module, tokens(step)).detach())
+        losses.append(loss_at(side.module, step).detach())
         with lightning_zero.gather(side.module), torch.no_grad():
             for param in side.module.parameters():
                 param.mul_(0.9)
-        loss = language_loss(side.module, tokens(step))
+        loss = loss_at(side.module, step)
         side.backward(loss)
     assert len({float(value) for value in losses}) == 3
     return losses, loss.detach()
@@ -191,13 +177,13 @@ def steps_in_a_scope(side: Sharded, step: int) -> Any:
     found = []
     with side.engine.step_scope():
         for micro in range(2):
-            loss = language_loss(side.module, tokens(step, micro))
+            loss = loss_at(side.module, step, micro)
             side.backward(loss)
             step_and_clear(side)
             with torch.no_grad():
-                found += [loss.detach(), language_loss(side.module, tokens(step, 5))]
+                found += [loss.detach(), loss_at(side.module, step, 5)]
         side.optimizer.step(lambda: None)
-        loss = language_loss(side.module, tokens(step, 3))
+        loss = loss_at(side.module, step, 3)
         side.backward(loss)
     return [*found, loss.detach()]
 
@@ -214,7 +200,7 @@ def restages(side: Sharded, step: int) -> Any:
 
 def raises(side: Sharded, step: int) -> Any:
     """A backward that raised, and one that goes well, with other values in between."""
-    loss = language_loss(side.module, tokens(step))
+    loss = loss_at(side.module, step)
     with side.module.blocks[1].up.weight.register_hook(lambda _: 1 / 0), pytest.raises(ZeroDivisionError):
         side.backward(loss)
     assert not kept(side)
@@ -286,7 +272,8 @@ def settings_of(**settings: Any) -> Any:
     return make_config(comm={"hybrid_shard": "node_backward"}, **settings)
 
 
-def _fails() -> None:
+@on_ranks(4)
+def test_a_rank_that_fails_is_named() -> None:
     """In the middle of a gather of its node: the ranks of the other one come to wait for it later."""
     begin = Unit.unshard_begin
 
@@ -298,14 +285,10 @@ def _fails() -> None:
     with places_posted_often(), mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.2):
         side = sharded(Model(), PER_NODE, "node_backward", stall_timeout_s=1.0)
         with mock.patch.object(Unit, "unshard_begin", failing):
-            loss = language_loss(side.module, tokens(0))
+            loss = loss_at(side.module, 0)
             with pytest.raises(OSError if dist.get_rank() == 3 else StallError) as caught:
                 side.backward(loss)
         if dist.get_rank() == 2:
             assert "rank 3" in str(caught.value)
         assert not kept(side) and all(unit.state is State.SHARDED for unit in side.engine.units)
         side.engine.comm.waits.close()  # messages were lost: there is no release
-
-
-def test_a_rank_that_fails_is_named() -> None:
-    run(4, _fails)

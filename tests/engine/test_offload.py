@@ -5,6 +5,7 @@ Both runs are of the same stage, so losses, gradients, parameters and optimizer 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -25,26 +26,12 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import after_step
 from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.engine.whole import state_dicts
-from tests.engine.support import (
-    MakeOptimizer,
-    Model,
-    Sharded,
-    Side,
-    accumulate,
-    adamw,
-    assert_equal,
-    autocast,
-    floats,
-    in_pairs,
-    language_loss,
-    sgd,
-    step_and_clear,
-    tokens,
-    whole,
-)
-from tests.engine.support import train as train_in
+from tests.engine.sides import MakeOptimizer, Sharded, Side, adamw, sgd, step_and_clear, whole
+from tests.engine.support import assert_equal, in_pairs
+from tests.engine.works import accumulate, autocast, floats, loss_at, tokens
+from tests.engine.works import train as train_in
 from tests.harness import on_ranks, run
-from tests.models import Adapted, Does, linear
+from tests.models import Adapted, Does, Model, frozen, linear
 from tests.rows import PLACES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
@@ -74,13 +61,20 @@ Body = Callable[[Sharded], Sequence[Any]]
 
 
 def compare(
-    row: str, stage: int, folder: Path, body: Body, build: Callable[[], nn.Module] = Model, **config: Any
+    row: str,
+    stage: int,
+    folder: Path,
+    body: Body,
+    build: Callable[[], nn.Module] = Model,
+    *,
+    under: Callable[[], Any] = contextlib.nullcontext,
+    **config: Any,
 ) -> None:
-    """``body`` finds the same with and without offload."""
+    """``body`` finds the same with offload, ``under`` this context, and without."""
     found = []
-    for place in (offload(row, folder), {"offload": "none"}):
+    for context, place in ((under, offload(row, folder)), (contextlib.nullcontext, {"offload": "none"})):
         torch.manual_seed(3)
-        with Sharded(build(), stage=stage, **place, **config) as side:
+        with context(), Sharded(build(), stage=stage, **place, **config) as side:
             found.append([*body(side), *whole(side)])
     assert_equal(*found, f"{row} at stage {stage}")
 
@@ -189,12 +183,6 @@ def adapted() -> nn.Module:
     return module
 
 
-def partly_frozen() -> nn.Module:
-    module = Model()
-    module.blocks[0].requires_grad_(False)
-    return module
-
-
 def thaws_and_freezes(side: Sharded) -> list[Any]:
     found = train(side, 2)
     thawed = side.module.blocks[0].requires_grad_(True)
@@ -283,17 +271,13 @@ def shares_buckets(side: Sharded, set_to_none: bool) -> list[Any]:
 
 def raises(side: Sharded) -> list[Any]:
     """In a forward, and in a backward."""
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
     found = train(side, 2)
-    with side.module.blocks[1].register_forward_hook(fail), pytest.raises(ZeroDivisionError):
+    with side.module.blocks[1].register_forward_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
         side.module(tokens(2))
     side.engine.passes.abort()
     found += train(side, 1, first=2)
-    with side.module.blocks[1].register_full_backward_hook(fail), pytest.raises(ZeroDivisionError):
-        side.backward(language_loss(side.module, tokens(3)))
+    with side.module.blocks[1].register_full_backward_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+        side.backward(loss_at(side.module, 3))
     side.zero_grad()
     return found + train(side, 2, first=3)
 
@@ -301,7 +285,7 @@ def raises(side: Sharded) -> list[Any]:
 ADAPTERS = {"optimizer": trainable, "unit": {"classes": ["Block", "Adapted"]}}
 PROGRAMS: dict[str, tuple[Body, Callable[[], nn.Module], dict[str, Any]]] = {
     "adapters": (lambda side: train(side, 3), adapted, ADAPTERS),
-    "thaws": (thaws_and_freezes, partly_frozen, {"optimizer": trainable}),
+    "thaws": (thaws_and_freezes, lambda: frozen("blocks.0"), {"optimizer": trainable}),
     **{f"spares, {name}": (uses_other_parts, spares, {"optimizer": OPTIMIZERS[name]}) for name in ("sgd", "adamw")},
     "schedules": (schedules, Model, {"optimizer": lambda params: grouped(params, 0.02)}),
     "schedules a tensor": (schedules, Model, {"optimizer": lambda params: grouped(params, torch.tensor(0.02))}),
@@ -349,33 +333,6 @@ def test_values_are_those_of_none_right_after_the_step(row: str, stage: int, tmp
         compare(row, stage, tmp_path, body)
 
 
-def _state(place: dict[str, Any], steps: range, loaded: Any = None) -> tuple[Any, list[Any]]:
-    """Train from ``loaded`` on (or from the start); what could be saved, and what is found at the end."""
-    torch.manual_seed(3)
-    with Sharded(Model(), optimizer=trainable, **place) as side:
-        if loaded is not None:
-            with lightning_zero.gather(side.module):
-                for p in side.module.parameters():
-                    p.data.zero_()
-            side.engine.load_state_dict(loaded[0])
-            state_dicts.load_optimizer_state(side.engine, side.optimizer, loaded[1])
-        losses = train(side, len(steps), first=steps.start)
-        optimizer = state_dicts.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
-        return (side.engine.state_dict(only_rank_0=False), optimizer), [*losses, *whole(side)]
-
-
-@pytest.mark.full
-@on_ranks(2, full=(1,))
-def test_state_moves_between_tiers_and_stages(tmp_path: Path) -> None:
-    places = [{"stage": stage, **offload(row, tmp_path)} for row, stage in [("none", 2), *PLACES, *AUTO]]
-    expected = _state(places[0], range(4))[1]
-    with slow_steps(0.002):
-        for i, place in enumerate(places):
-            saved, _ = _state(place, range(2))
-            other = places[(i * 4 + 3) % len(places)]  # another one for each
-            assert_equal(_state(other, range(2, 4), saved)[1], expected[2:], f"{place} -> {other}")
-
-
 @on_ranks(2, full=(1,))
 @SOMEWHERE
 def test_release_gives_a_plain_module_back(row: str, stage: int, tmp_path: Path) -> None:
@@ -398,7 +355,7 @@ def test_release_gives_a_plain_module_back(row: str, stage: int, tmp_path: Path)
         dist.barrier()
         assert not any(tmp_path.rglob("*.*")), "files are left behind"
         plain = torch.optim.AdamW(side.module.parameters())
-        language_loss(side.module, tokens(0)).backward()
+        loss_at(side.module, 0).backward()
         plain.step()
         side = Sharded(side.module, stage=stage, **offload(row, tmp_path))
     side.engine.release()

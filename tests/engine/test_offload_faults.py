@@ -36,10 +36,11 @@ from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pages import HOST
 from lightning_zero.tiers.pinned import READ_AHEAD, ReadAhead
-from tests.engine.support import Model, Sharded, accumulate, floats, mean_square_of, step_and_clear, tokens
+from tests.engine.sides import Sharded, step_and_clear
 from tests.engine.test_offload import compare, late_steps, offload, slow_steps, train
+from tests.engine.works import accumulate, floats, mean_square_of, tokens
 from tests.harness import assert_gone, on_ranks, run
-from tests.models import Clamped, linear
+from tests.models import Clamped, Model, linear
 from tests.rows import IN_FILES, PLACES, STATE_IN_FILES
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
@@ -429,15 +430,12 @@ def test_how_far_a_worker_has_got_decides_no_gather(row: str, tmp_path: Path) ->
         for fails_in in range(4):
             with slow_steps(0.03 if dist.get_rank() else 0.0):
                 train(side, 1)
-                block = module.blocks[fails_in]
-                hook = block.register_forward_hook(lambda *_: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
+                hook = module.blocks[fails_in].register_forward_hook(lambda *_: 1 / 0)
+                with hook, pytest.raises(ZeroDivisionError):
                     module(tokens(9))
                 side.engine.passes.abort()
-                hook.remove()
-            issued = comm.all_gather_objects(
-                [label for kind, label in comm.counts.elements() if kind == "all_gather"], "a test"
-            )
+            gathers = [label for kind, label in comm.counts.elements() if kind == "all_gather"]
+            issued = comm.all_gather_objects(gathers, "a test")
             assert issued[0] == issued[1], f"block {fails_in}"
         side.engine.passes.wait_for_all()
         train(side, 1)

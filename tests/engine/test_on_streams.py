@@ -5,6 +5,7 @@ same. ``tests/device`` proves their order, on a device without values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,26 +28,13 @@ from lightning_zero.engine.units import grad_store
 from lightning_zero.engine.units.grad_store import Landing
 from lightning_zero.tiers import pinned
 from lightning_zero.tiers.host import HostTier
-from tests.engine.support import (
-    MakeOptimizer,
-    Model,
-    Sharded,
-    Work,
-    accumulate,
-    adamw,
-    assert_equal,
-    check,
-    floats,
-    language_loss,
-    mean_square_of,
-    sgd,
-    tokens,
-    whole,
-)
+from tests.engine.sides import MakeOptimizer, Sharded, Work, adamw, sgd
+from tests.engine.support import PRECISIONS, assert_equal, check
 from tests.engine.test_hierarchy import accumulated, histories, history
-from tests.engine.test_offload import observed, offload
+from tests.engine.test_offload import compare, observed, offload
+from tests.engine.works import accumulate, floats, loss_at, mean_square_of, tokens
 from tests.harness import on_ranks
-from tests.models import Does, linear, paths
+from tests.models import Does, Model, linear, paths
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -98,7 +86,7 @@ def together() -> Iterator[list[int]]:
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@PRECISIONS
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("stage", range(4))
 def test_training_equals_the_twin(stage: int, micro_batches: int, precision: str) -> None:
@@ -146,18 +134,18 @@ def test_gradients_of_all_kinds_are_those_that_go_alone(stage: int) -> None:
     on_both(odd, lambda side, step: side.backward(side.module(tokens(step))), stage=stage)
 
 
-def scaled_work(side: Sharded, step: int) -> None:
-    for micro, scale in enumerate((2.0**12, 2.0**13, 1.0)):
-        side.engine.passes.reducer.set_loss_scale(scale)
-        with side.no_sync() if micro < 2 else contextlib.nullcontext():
-            side.backward(language_loss(side.module, tokens(step, micro)) * scale)
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_scale_of_the_loss_may_change_between_micro_batches(stage: int) -> None:
     """What has been accumulated under another scale counts as much as before."""
-    on_both(Model, scaled_work, stage=stage)
+
+    def work(side: Sharded, step: int) -> None:
+        for micro, scale in enumerate((2.0**12, 2.0**13, 1.0)):
+            side.engine.passes.reducer.set_loss_scale(scale)
+            with side.no_sync() if micro < 2 else contextlib.nullcontext():
+                side.backward(loss_at(side.module, step, micro) * scale)
+
+    on_both(Model, work, stage=stage)
 
 
 @on_ranks(2)
@@ -202,14 +190,7 @@ def streams() -> Iterator[None]:
         yield
 
 
-def compare_on_streams(row: str, folder: Path, body: Callable[[Sharded], list[Any]], **settings: Any) -> None:
-    """``body`` finds the same with offload on a device with streams, and without."""
-    found = []
-    for ways, place in ((streams, offload(row, folder)), (contextlib.nullcontext, {})):
-        torch.manual_seed(3)
-        with ways(), Sharded(Model(width=64), **settings, **place) as side:
-            found.append([*body(side), *whole(side)])
-    assert_equal(*found)
+compare_on_streams = functools.partial(compare, stage=3, build=lambda: Model(width=64), under=streams)
 
 
 CASES = [  # by which norm gradients are clipped, or twice
@@ -239,7 +220,7 @@ def test_training_equals_no_offload(
     def body(side: Sharded) -> list[Any]:
         return observed(side, micro_batches, look, steps=4)  # from the second on, norms are taken on the way
 
-    compare_on_streams(row, tmp_path, body, precision=precision, optimizer=optimizer)
+    compare_on_streams(row, folder=tmp_path, body=body, precision=precision, optimizer=optimizer)
 
 
 @on_ranks(2)
@@ -263,7 +244,7 @@ def test_a_norm_is_that_of_the_gradient_as_it_is_now(tmp_path: Path) -> None:
     def norms(side: Sharded) -> list[Tensor]:
         return [lightning_zero.grad_norm(side.module) for _ in changes(side)]
 
-    compare_on_streams("cpu", tmp_path, norms)
+    compare_on_streams("cpu", folder=tmp_path, body=norms)
 
 
 def test_a_gradient_that_is_cleared_while_it_is_added_up_is_not_in_the_next_one() -> None:

@@ -21,37 +21,16 @@ import lightning_zero
 from lightning_zero.engine.whole import state_dicts, whole_params
 from lightning_zero.optimizers.known import ELEMENTWISE
 from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Shared, SignDescent, WarmsUp
-from tests.engine.support import (
-    ALL_STAGES,
-    IN_STAGES,
-    OUTER_STAGES,
-    MakeOptimizer,
-    Sharded,
-    Side,
-    adamw,
-    assert_equal,
-    assert_same,
-    autocast,
-    check,
-    floats,
-    language_loss,
-    language_work,
-    load_state,
-    mean_square,
-    scope,
-    sgd,
-    state_of,
-    tokens,
-    with_twin,
-)
+from tests.engine.sides import MakeOptimizer, Sharded, Side, adamw, load_state, sgd, state_of, step_and_clear, with_twin
+from tests.engine.support import IN_STAGES, OUTER_STAGES, PRECISIONS, STAGES, assert_equal, assert_same, check
 from tests.engine.test_offload import offload, slow_steps
+from tests.engine.works import floats, language_work, loss_at, mean_square, scope, tokens, train
 from tests.harness import on_ranks
 from tests.models import WIDTH, Does, Model, linear
 from tests.rows import PLACES as OFFLOADED
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
 
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 OUTER = pytest.mark.parametrize("stage", OUTER_STAGES)
 PLACES = pytest.mark.parametrize(
     ("stage", "row"), [(0, "none"), (1, "none"), (3, "none"), (2, "optimizer_cpu"), (3, "cpu"), (3, "nvme")]
@@ -86,9 +65,7 @@ def test_norm_and_clipping_equal_torch_s(stage: int, norm_type: float) -> None:
             assert_same(sharded, twin, grads=True, tolerance=1e-6)
             clipped = lightning_zero.grad_norm(sharded.module, norm_type)
             torch.testing.assert_close(clipped, torch.tensor(0.5), rtol=1e-4, atol=0)
-            for side in sides:
-                side.step()
-                side.zero_grad()
+            step_and_clear(*sides)
             assert_same(sharded, twin, tolerance=1e-6)
 
 
@@ -149,7 +126,7 @@ def test_a_backward_of_before_a_step_is_refused_as_by_torch(stage: int, row: str
     """Gradients would be of activations of the old weights and of the new weights."""
 
     def work(side: Side, step: int) -> Tensor:
-        stale = language_loss(side.module, tokens(step + 10))
+        stale = loss_at(side.module, step + 10)
         loss = language_work(side, step)
         if step == 1:
             side.step()
@@ -221,7 +198,7 @@ def test_element_wise_optimizers_of_torch_train(name: str) -> None:
 
 @on_ranks(2, full=(3,))
 @IN_STAGES
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@PRECISIONS
 def test_param_groups_have_settings_of_their_own(stages: tuple[int, ...], precision: str) -> None:
     """No decay for vectors: groups alternate inside every bucket."""
 
@@ -334,26 +311,19 @@ def through_a_file(*state: Any) -> Any:
 
 def unused_head(side: Side, step: int) -> None:
     """Leaves the head alone in odd steps, so that step counts differ."""
-    if step % 2 == 0:
-        language_work(side, step)
-    else:
-        x = side.module.embed(tokens(step))
-        for block in side.module.blocks:
-            x = block(x)
-        side.backward(x.square().mean())
-
-
-def train(side: Side, steps: Iterable[int], precision: str = "fp32") -> None:
-    for step in steps:
-        with scope(side), autocast(precision):
-            unused_head(side, step)
-        side.step()
-        side.zero_grad()
+    with scope(side):
+        if step % 2 == 0:
+            language_work(side, step)
+        else:
+            x = side.module.embed(tokens(step))
+            for block in side.module.blocks:
+                x = block(x)
+            side.backward(x.square().mean())
 
 
 @on_ranks(3, full=(1, 2))
 @STAGES
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@PRECISIONS
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 @pytest.mark.mainly(lambda stage, optimizer: stage in (1, 3) or optimizer is adamw)
 def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: str, optimizer: MakeOptimizer) -> None:
@@ -365,7 +335,7 @@ def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: s
 
     with with_twin(build, stage=stage, precision=precision, optimizer=optimizer) as (sharded, twin):
         for side in (sharded, twin):
-            train(side, range(3), precision)
+            train(side, range(3), unused_head)
         own, expected = state_of(sharded), twin.optimizer.state_dict()
         settings = [[{**group, "fused": None} for group in state["param_groups"]] for state in (own, expected)]
         assert settings[0] == settings[1]
@@ -401,21 +371,20 @@ def test_training_resumes_in_any_stage_and_row(
     source: Place, target: Place, precision: str, optimizer: MakeOptimizer, tmp_path: Path
 ) -> None:
     def at(stage: int, row: str) -> Sharded:
-        settings: dict[str, Any] = {"precision": precision, "optimizer": optimizer}
-        return Sharded(Model(), stage=stage, **offload(row, tmp_path), **settings)
+        return Sharded(Model(), stage=stage, precision=precision, optimizer=optimizer, **offload(row, tmp_path))
 
     torch.manual_seed(3)
     with at(*source) as first:
-        train(first, range(3), precision)
+        train(first, range(3), unused_head)
         weights, state = through_a_file(first.engine.state_dict(only_rank_0=False), state_of(first))
-        train(first, range(3, 6), precision)
+        train(first, range(3, 6), unused_head)
         expected = first.engine.state_dict(only_rank_0=False)
     with slow_steps(0.002), at(*target) as second:
-        train(second, range(1), precision)  # what was there is replaced
+        train(second, range(1), unused_head)  # what was there is replaced
         second.engine.load_state_dict(weights)
         whole_params.masters_changed(second.engine)
         load_state(second, state)
-        train(second, range(3, 6), precision)
+        train(second, range(3, 6), unused_head)
         assert_equal(second.engine.state_dict(only_rank_0=False), expected)
 
 
@@ -424,9 +393,9 @@ def test_training_resumes_in_any_stage_and_row(
 def test_state_that_is_loaded_goes_where_the_old_one_was(row: str, tmp_path: Path) -> None:
     """Beside the old one it would be in memory twice for a while."""
     with Sharded(Model(), **offload(row, tmp_path)) as side:
-        train(side, range(3))
+        train(side, range(3), unused_head)
         saved = state_of(side)
-        train(side, range(3, 5))
+        train(side, range(3, 5), unused_head)
         before = {id(state["exp_avg"]) for state in side.optimizer.state.values()}
         load_state(side, saved)
         assert {id(state["exp_avg"]) for state in side.optimizer.state.values()} == before
@@ -464,7 +433,7 @@ def test_an_optimizer_that_has_stepped_before_goes_on(kind: Any, stage: int) -> 
 
     def train_both(step: int) -> None:
         for m, optimizer in sides:
-            language_loss(m, tokens(step, rank=0)).backward()
+            loss_at(m, step, rank=0).backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -18,33 +18,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 import lightning_zero
 from lightning_zero.config import ConfigError
 from tests import models
-from tests.engine.support import (
-    ALL_STAGES,
-    IN_STAGES,
-    OUTER_STAGES,
-    Sharded,
-    Side,
-    Twin,
-    adamw,
-    assert_equal,
-    check,
-    floats,
-    language_loss,
-    language_work,
-    load_state,
-    mean_square,
-    sgd,
-    state_of,
-    tokens,
-    train,
-)
+from tests.engine.sides import Sharded, Side, Twin, adamw, load_state, sgd, state_of
+from tests.engine.support import IN_STAGES, OUTER_STAGES, PLAIN, PRECISIONS, STAGES, assert_equal, check
+from tests.engine.works import floats, language_work, loss_at, mean_square, tokens, train
 from tests.harness import on_ranks
 from tests.models import TOKENS, WIDTH, Block, Chain, Does, Model, Shapes, checkpointed, linear
 
 pytestmark = pytest.mark.sample  # a case shows all stages
-
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
-PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 
 
 def pair(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -224,28 +204,19 @@ def test_weights_keep_their_order_in_memory(stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("stage", OUTER_STAGES)
 def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: int) -> None:
     """Into a module whose weights lie otherwise, by value."""
-
-    def losses(side: Sharded, *steps: int) -> list[Tensor]:
-        found = []
-        for step in steps:
-            found.append(image_work(side, step).detach())
-            side.step()
-            side.zero_grad()
-        return found
-
     torch.manual_seed(3)
     turned, straight = images(), images()
     with Sharded(turned, stage=stage) as side:
-        losses(side, 0)
+        train(side, [0], image_work)
         weights = {name: value.contiguous() for name, value in side.engine.state_dict(only_rank_0=False).items()}
         states = state_of(side)
-        expected = losses(side, 1, 2)
+        expected = train(side, (1, 2), image_work)
     with Sharded(straight, stage=stage) as side:
         side.engine.load_state_dict(weights)
         for state in states["state"].values():
             state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)})
         load_state(side, states)
-        assert losses(side, 1, 2) == expected
+        assert_equal(train(side, (1, 2), image_work), expected)
 
 
 @on_ranks(2)
@@ -408,7 +379,7 @@ def test_a_parameter_around_other_tensors_is_refused_by_name_and_class(stage: in
 
 @on_ranks(2)
 @STAGES
-@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+@PLAIN
 @pytest.mark.parametrize("when", ["before", "after", "in the step"])
 def test_hooks_on_accumulated_gradients_see_what_ours_take(stage: int, plain: bool, when: str) -> None:
     """This rank's own gradient, whenever the hook was registered; what they change is reduced."""
@@ -432,7 +403,7 @@ def test_hooks_on_accumulated_gradients_see_what_ours_take(stage: int, plain: bo
     def work(side: Side, step: int) -> Tensor:
         if step == 0 and (isinstance(side, Twin) or when == "after"):
             register(side.module)
-        loss = language_loss(side.module, tokens(step))
+        loss = loss_at(side.module, step)
         if step == 0 and isinstance(side, Sharded) and when == "in the step":
             register(side.module)
         side.backward(loss)
@@ -444,7 +415,7 @@ def test_hooks_on_accumulated_gradients_see_what_ours_take(stage: int, plain: bo
 
 @on_ranks(2)
 @STAGES
-@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+@PLAIN
 @pytest.mark.parametrize("how", ["two backwards", "no_sync", "one backward"])
 def test_a_hook_that_would_be_shown_a_sum_of_gradients_is_refused(stage: int, plain: bool, how: str) -> None:
     """torch adds a gradient to those before it first; it comes in parts where a reentrant checkpoint is used twice."""

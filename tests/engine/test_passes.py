@@ -18,25 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import lightning_zero
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.unit import State, Unit
-from tests.engine.support import (
-    ALL_STAGES,
-    IN_STAGES,
-    OUTER_STAGES,
-    Sharded,
-    Side,
-    accumulate,
-    assert_same,
-    check,
-    floats,
-    language_loss,
-    language_work,
-    mean_square,
-    scope,
-    sgd,
-    tokens,
-    train,
-    with_twin,
-)
+from tests.engine.sides import Sharded, Side, sgd, step_and_clear, with_twin
+from tests.engine.support import IN_STAGES, OUTER_STAGES, PRECISIONS, STAGES, assert_same, check
+from tests.engine.works import accumulate, floats, language_loss, language_work, mean_square, scope, tokens, train
 from tests.harness import on_ranks
 from tests.models import WIDTH, Adapted, Block, Chain, Does, Model, checkpointed, linear
 
@@ -44,7 +28,6 @@ pytestmark = pytest.mark.sample  # a case shows all stages
 
 BOTH = (False, True)
 REENTRANT = pytest.mark.parametrize("reentrant", BOTH, ids=["nonreentrant", "reentrant"])
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 
 
 image_work = functools.partial(mean_square, shape=(2, 3, WIDTH))  # the output of a Linear is then a view
@@ -125,12 +108,6 @@ def test_checkpoints_that_end_recomputation_early_train() -> None:
         return nn.Sequential(Does(act, a=linear(), b=linear(bias=False)))
 
     check(lambda: Chain(stops_early, call=checkpointed(False)), mean_square, stage=OUTER_STAGES)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("how", ["blocks", "offload"])
-def test_blocks_that_are_computed_again_train(how: str) -> None:
-    check(Chain, mean_square, stage=ALL_STAGES, activation_checkpointing=how, unit={"classes": ["Block"]})
 
 
 @on_ranks(2)
@@ -338,8 +315,7 @@ def test_what_was_gathered_ahead_of_a_step_is_not_used_after_it(prefetch_bytes: 
             language_work(side, step)
             with torch.no_grad():
                 side.module(tokens(step, 1))
-            side.step()
-            side.zero_grad()
+            step_and_clear(side)
             with torch.no_grad():
                 looked_at = side.module(tokens(step, 2))
             return looked_at + language_work(side, step + 50).detach()
@@ -457,11 +433,9 @@ def test_two_models_in_one_process_train(stages: tuple[int, int]) -> None:
             for maker, judge in zip(makers, judges, strict=True):
                 made = maker.module(floats(step, 4, WIDTH))
                 judge.backward(judge.module(made.detach()).square().mean())
-                judge.step()
-                judge.zero_grad()
+                step_and_clear(judge)
                 maker.backward(judge.module(made).mean())
-                maker.step()
-                maker.zero_grad()
+                step_and_clear(maker)
                 judge.zero_grad()
             assert_same(*makers)
             assert_same(*judges)
@@ -479,7 +453,7 @@ def test_a_module_cannot_be_sharded_twice_at_once_but_again_after_its_release() 
 
 @on_ranks(2)
 @STAGES
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@PRECISIONS
 def test_release_gives_the_plain_module_back(stage: int, precision: str) -> None:
     module = Model()
     before = dict(module.named_parameters())

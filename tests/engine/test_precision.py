@@ -20,22 +20,10 @@ from lightning_zero.comm.transports import DirectTransport
 from lightning_zero.config import ConfigError, make_config
 from lightning_zero.engine.whole.fingerprints import differing_replicas
 from lightning_zero.optimizers.loss_scale import LossScaler
-from tests.engine.support import (
-    IN_STAGES,
-    TRUE,
-    Sharded,
-    Twin,
-    adamw,
-    assert_equal,
-    assert_same,
-    autocast,
-    check,
-    floats,
-    language_work,
-    sgd,
-    with_twin,
-)
+from tests.engine.sides import TRUE, Sharded, Twin, adamw, sgd, step_and_clear, with_twin
+from tests.engine.support import IN_STAGES, assert_equal, assert_same, check
 from tests.engine.test_offload import compare, train
+from tests.engine.works import autocast, floats, language_work
 from tests.harness import on_ranks
 from tests.models import Does, Model, linear
 
@@ -185,9 +173,7 @@ def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) 
                     language_work(one, step)
             assert_same(side, twin, grads=True, what=f"step {step}, after backward: ")
             assert all(bucket.grad.dtype is torch.float32 for bucket in side.engine.buckets if bucket.grad is not None)
-            for one in (side, twin):
-                one.step()
-                one.zero_grad()
+            step_and_clear(side, twin)
             assert_same(side, twin, what=f"step {step}: ")
     assert {call.args[1].dtype for call in reduce.call_args_list} == {torch.bfloat16}
 

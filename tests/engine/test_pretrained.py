@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.pretrained import SafetensorsFolder
+from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 from tests.models import Does
 
@@ -102,9 +103,8 @@ def assert_values(engine: Any, expected: nn.Module, prefix: str = "") -> None:
 def test_values_go_into_offloaded_shards(row: str, tmp_path: Path) -> None:
     expected = wrapped(saved("llama", tmp_path / "files"))
     (tmp_path / "disk").mkdir(exist_ok=True)
-    offload = {"name": row} | ({"nvme_path": str(tmp_path / "disk")} if row == "nvme" else {})
     module = wrapped(make("llama", "meta"))
-    with from_folder(module, tmp_path / "files", offload=offload, precision="bf16") as engine:
+    with from_folder(module, tmp_path / "files", precision="bf16", **offload(row, tmp_path / "disk")) as engine:
         assert_values(engine, expected)
 
 

@@ -1,4 +1,7 @@
-"""Ranks that take different paths, differ in their models or are slower: right numbers, or an error that names them."""
+"""Ranks that take different paths, differ in their models or are slower: right numbers, or an error that names them.
+
+What one rank refuses all refuse, at once, and everything is as before.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import contextlib
 import functools
 import random
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,28 +22,17 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.comm.transports import Sent
 from lightning_zero.config import ConfigError
+from lightning_zero.engine import engine_of, engines
 from lightning_zero.engine.passes import passes
 from lightning_zero.ranks.waits import StallError
-from tests.engine.support import (
-    Sharded,
-    Side,
-    accumulate,
-    assert_same,
-    check,
-    floats,
-    language_work,
-    mean_square,
-    places_posted_often,
-    sgd,
-    tokens,
-    train,
-    with_twin,
-)
+from tests.engine.sides import Sharded, Side, sgd, step_and_clear, with_twin
+from tests.engine.support import assert_same, check, places_posted_often
 from tests.engine.test_offload import late_steps
+from tests.engine.works import accumulate, floats, language_work, loss_at, mean_square, tokens, train_both
 from tests.harness import on_ranks
 from tests.models import WIDTH, Chain, Does, Model, linear
 
-pytestmark = pytest.mark.sample  # the full tier has all cases
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
 FOUR = functools.partial(Chain, depth=4)
 
@@ -68,9 +62,7 @@ def nothing_on_one_rank(step: int, rank: int) -> tuple[int, ...]:
 
 
 PATHS = {f.__name__: f for f in (other_blocks, other_order, other_number, nothing_on_one_rank)}
-
-
-EACH_PATH = pytest.mark.parametrize("path", list(PATHS))
+EACH_PATH = pytest.mark.parametrize("path", PATHS)
 
 
 @on_ranks(2, full=(3,))
@@ -95,8 +87,7 @@ def test_an_evaluation_after_a_step_needs_no_rank_that_uses_less(stage: int, row
         side.module.register_buffer("seen", torch.zeros(1))
         for step in range(3):
             work(side, step, path_of=all_blocks)
-            side.step()
-            side.zero_grad()
+            step_and_clear(side)
             with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
                 assert side.module(floats(step, 4, WIDTH), path).isfinite().all()
             side.module.seen += 1
@@ -104,8 +95,6 @@ def test_an_evaluation_after_a_step_needs_no_rank_that_uses_less(stage: int, row
 
 
 LEAVES = [all_blocks()] * 3 + [(3, 1), all_blocks()] + [(3, 2, 0)] * 4
-
-
 BESIDE = {
     "one rank always skips a unit": lambda step, rank: (0, 3) if rank else all_blocks(),  # it is gathered in its place
     # It costs an agreement, and a new path that comes to stay becomes the plan.
@@ -190,9 +179,8 @@ def test_a_dynamic_evaluation_has_the_outputs_of_the_plain_module() -> None:
 def odd_model(what: str, rank: int) -> nn.Module:
     """Not the model of rank 0 where ``what`` differs."""
     width = WIDTH + (what == "shape" and rank == 1)
-    module = nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, width)) for _ in range(2 + (what == "depth" and rank == 1)))
-    )
+    depth = 2 + (what == "depth" and rank == 1)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, width)) for _ in range(depth)))
     module[0][0].weight.requires_grad_(what != "frozen" or rank != 1)
     return module.to(torch.float64 if what == "dtype" and rank == 1 else None)
 
@@ -205,7 +193,7 @@ def odd_model(what: str, rank: int) -> nn.Module:
         ("shape", r"0\.0\.weight"),
         ("depth", r"no parameter.*2\.0\.weight"),
         ("frozen", r"0\.0\.weight"),
-        ("dtype", r"float64"),
+        ("dtype", "float64"),
     ],
 )
 def test_models_that_differ_are_refused_on_all_ranks(what: str, place: str, stage: int) -> None:
@@ -228,6 +216,86 @@ def test_memory_that_is_ordered_otherwise_on_a_rank_is_as_on_rank_0(stage: int) 
         assert torch.equal(module.weight, model(False).weight) and module.weight.is_contiguous()
 
 
+# -- what one rank refuses --------------------------------------------------------------------------------------------
+
+
+class Fails(Does):
+    def reset_parameters(self) -> None:
+        raise ZeroDivisionError("in reset_parameters")
+
+
+def on_meta(kind: type[nn.Module]) -> nn.Module:
+    """A child without values on rank 1, which it cannot get there; on others a layer."""
+    if dist.get_rank() != 1:
+        return nn.Linear(3, 1, False, device="meta")
+    return kind(lambda m, x: x, weight=nn.Parameter(torch.empty(1, 3, device="meta")))
+
+
+def _add(module: nn.Module, child: nn.Module) -> dict[str, Any]:
+    module.add_module("more", child)
+    return {}
+
+
+# What rank 1 does otherwise than the others, and what all hear.
+REFUSED: dict[str, tuple[Callable[[nn.Module, Path], dict[str, Any]], str]] = {
+    "unit": (lambda m, _: {"unit": {"classes": ["Block" if dist.get_rank() != 1 else "Bloc"]}}, "zero.unit.classes"),
+    "lazy": (
+        lambda m, _: _add(m, nn.LazyLinear(2)) if dist.get_rank() == 1 else {},
+        r"parameter more\.weight has no shape yet.*lazy.*configure_model",
+    ),
+    "recompute": (
+        lambda m, _: {"activation_checkpointing": "blocks", "unit": {"classes": ["Model"] * (dist.get_rank() == 1)}},
+        "zero.activation_checkpointing",
+    ),
+    "folder": (
+        lambda m, folder: {"offload": {"name": "nvme", "nvme_path": f"{folder}/{'missing' * (dist.get_rank() == 1)}"}},
+        "zero.offload.nvme_path",
+    ),
+    "variable": (
+        lambda m, folder: {"offload": {"name": "nvme", "nvme_path": f"{folder}/${'NOWHERE' * (dist.get_rank() == 1)}"}},
+        "NOWHERE",
+    ),
+    "reset": (lambda m, _: _add(m, on_meta(Fails)), "in reset_parameters"),
+    "no reset": (lambda m, _: _add(m, on_meta(Does)), r"module more \(Does\).*reset_parameters"),
+}
+
+
+@on_ranks(2, full=(3,))
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_module_that_one_rank_cannot_shard(name: str, tmp_path: Path) -> None:
+    change, message = REFUSED[name]
+    module = Model()
+    before = len(engines())
+    started = time.monotonic()
+    with pytest.raises(Exception, match=message) as caught:
+        lightning_zero.shard(module, device="cpu", stage=3, **change(module, tmp_path))
+    assert time.monotonic() - started < 10
+    if dist.get_rank() != 1:
+        assert isinstance(caught.value, RuntimeError if name == "reset" else ConfigError)
+        assert "rank 1" in str(caught.value)
+    assert engine_of(module) is None and len(engines()) == before
+    assert not list(tmp_path.rglob(f"*{dist.get_rank()}.bin"))
+    if name not in ("reset", "no reset", "lazy"):
+        loss_at(module, 0).backward()  # plain, as it was
+        assert all(type(p) is nn.Parameter and p.grad is not None for p in module.parameters())
+        with Sharded(module, optimizer=sgd) as side:
+            language_work(side, 0)
+            side.step()
+
+
+@on_ranks(2, full=(3,))
+def test_an_optimizer_that_one_rank_cannot_take() -> None:
+    module = Model()
+    engine = lightning_zero.shard(module, device="cpu", stage=2)
+    kind = torch.optim.LBFGS if dist.get_rank() == 1 else torch.optim.SGD
+    optimizer = kind(module.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        engine.add_optimizer(optimizer)
+    assert not engine.optimizers and "step" not in optimizer.__dict__
+    engine.add_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))
+    engine.release()
+
+
 # -- ranks of which one is slower, or owns less -----------------------------------------------------------------------
 
 
@@ -245,16 +313,11 @@ SLOW = pytest.mark.parametrize("slow", [0, 1])
 def test_a_forward_that_raises_while_the_worker_of_one_rank_is_behind(slow: int) -> None:
     """How many parameters a rank has brought up to date so far must not decide what it issues next."""
 
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
     def stumbles(side: Side, step: int) -> Tensor:
         if step and isinstance(side, Sharded):
             time.sleep(0.03)  # the worker of the other rank is done, that of this one is not
-            hook = side.module.register_forward_pre_hook(fail)
-            with pytest.raises(ZeroDivisionError):
+            with side.module.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
                 side.module(tokens(step))
-            hook.remove()
         return language_work(side, step)
 
     with slow_on_rank(slow):
@@ -271,8 +334,7 @@ def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(stage: int
         comm = sides[0].engine.comm
         for step in range(3):
             with slow_on_rank(slow, 0.1):
-                for side in sides:
-                    train(side, [step])
+                train_both(sides, [step])
             if dist.get_rank() == 0:
                 torch.testing.assert_close(*(list(side.module.parameters())[-1].detach().clone() for side in sides))
             with torch.inference_mode():  # as between the batches of a validation

@@ -22,17 +22,10 @@ from lightning_zero.engine.units.after_step import StepWorker
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
-from tests.engine.support import (
-    Sharded,
-    assert_equal,
-    autocast,
-    cases,
-    language_loss,
-    language_work,
-    pairwise_selection,
-    tokens,
-)
+from tests.engine.sides import Sharded
+from tests.engine.support import assert_equal, cases, pairwise_selection
 from tests.engine.test_offload import OPTIMIZERS, offload, whole
+from tests.engine.works import autocast, language_work, loss_at
 from tests.harness import on_ranks, run
 from tests.models import Model, Odd
 
@@ -50,7 +43,7 @@ def train(side: Sharded, step: int, precision: str = "fp32", restage: Callable[[
     if place == 0:
         restage()
     with autocast(precision):
-        loss = language_loss(side.module, tokens(step))
+        loss = loss_at(side.module, step)
         side.backward(loss)
     if place == 1:
         restage()  # the gradient waits for the step
@@ -246,7 +239,7 @@ def test_writes_of_users_and_graphs_of_before() -> None:
         train(side, 0)
         with torch.no_grad():
             side.module.head.bias.fill_(3.0)
-        loss = language_loss(side.module, tokens(1))
+        loss = loss_at(side.module, 1)
         side.engine.passes.leave()
         side.engine.restage("zero3")
         with pytest.raises(RuntimeError, match="modified by an inplace operation|storage of size 0"):
@@ -260,18 +253,15 @@ def test_after_an_exception_it_works(in_backward: bool) -> None:
     """Also where ranks have come to different places, so that messages of some are missing; and in a backward that the
     engine has to notice."""
 
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
     def act(side: Sharded, restages: bool) -> list[Tensor]:
         first = train(side, 0)
         block = side.module.blocks[1 + dist.get_rank()]
         if in_backward:
-            with block.register_full_backward_hook(fail), pytest.raises(ZeroDivisionError):
-                language_loss(side.module, tokens(1)).backward()
+            with block.register_full_backward_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+                loss_at(side.module, 1).backward()
             side.zero_grad()
         else:
-            with block.register_forward_pre_hook(fail), pytest.raises(ZeroDivisionError):
+            with block.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
                 train(side, 1)
         if restages:
             side.engine.restage(1)

@@ -13,8 +13,10 @@ from torch import Tensor
 from lightning_zero import ZeroMonitor, ZeroStrategy
 from lightning_zero.config import ConfigError, OptimizerConfig
 from lightning_zero.trainer.precision import ZeroPrecision
-from tests.engine.support import Sharded, Side, Twin, accumulate, assert_same, language_loss, tokens, with_twin
+from tests.engine.sides import Sharded, Side, Twin, step_and_clear, with_twin
+from tests.engine.support import assert_same
 from tests.engine.test_offload import offload
+from tests.engine.works import accumulate, loss_at
 from tests.harness import on_ranks
 from tests.models import Model
 from tests.rows import PLACES
@@ -33,14 +35,12 @@ def trains(side: Side, bad: tuple[int, ...], clips: bool) -> None:
         if step in bad and isinstance(side, Twin):
             continue
         if step in bad:  # one parameter, which at stages 1 to 3 one rank steps
-            watch = side.module.head.bias.register_hook(poisoned)
-            side.backward(language_loss(side.module, tokens(step)))
-            watch.remove()
+            with side.module.head.bias.register_hook(poisoned):
+                side.backward(loss_at(side.module, step))
         accumulate(side, step, 2)
         if clips:
             side.clip(0.5)
-        side.step()
-        side.zero_grad()
+        step_and_clear(side)
 
 
 @on_ranks(2)
@@ -61,7 +61,7 @@ def test_skipped_steps_leave_the_bits_of_a_run_without_their_batches(
 def test_as_many_skipped_steps_in_a_row_as_allowed_are_an_error_with_the_names() -> None:
     with Sharded(Model(), optimizer_settings={"skip_nonfinite": 2}) as sharded:
         for bad in (True, False, True, True):
-            loss = language_loss(sharded.module, tokens(0))
+            loss = loss_at(sharded.module, 0)
             sharded.backward(poisoned(loss) if bad else loss)
             if sharded.engine.passes.sharded_grads.overflows == 2:
                 with pytest.raises(RuntimeError, match=r"2 step\(s\) in a row .*, first those of embed"):

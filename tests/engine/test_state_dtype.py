@@ -30,26 +30,12 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, state_tensors
 from tests.engine.narrow_twin import narrow_twin
 from tests.engine.optimizers import SignDescent, WarmsUp
+from tests.engine.sides import MakeOptimizer, Sharded, Twin, adamw, load_state, state_of, step_and_clear
 from tests.engine.snapshots import KeptRanges
-from tests.engine.support import (
-    MakeOptimizer,
-    Sharded,
-    Twin,
-    accumulate,
-    adamw,
-    assert_equal,
-    assert_same,
-    autocast,
-    cases,
-    language_loss,
-    load_state,
-    pairwise_selection,
-    state_of,
-    tokens,
-    train,
-)
-from tests.engine.test_held_bytes import settings
+from tests.engine.support import assert_equal, assert_same, cases, pairwise_selection
+from tests.engine.test_offload import offload
 from tests.engine.test_restage import check_held
+from tests.engine.works import accumulate, autocast, loss_at, tokens, train
 from tests.harness import on_ranks, run
 from tests.models import VOCABULARY, Model, Odd
 
@@ -90,13 +76,12 @@ def _equals_the_twin(case: Case, folder: Path, make: MakeOptimizer = adamw, mome
     more = {"precision": case.precision, "reduce_bucket_bytes": case.reduce_bucket_bytes}
     torch.default_generator.manual_seed(3)
     twin = Twin(wide_model(), optimizer=narrow, precision=case.precision, each=stage >= 2)
-    with side_of(wide_model, case.dtype, make=make, stage=stage, offload=settings(row, folder), **more) as side:
+    with side_of(wide_model, case.dtype, make=make, stage=stage, **offload(row, folder), **more) as side:
         for step in range(3):
             for each in (side, twin):
                 with autocast(case.precision):
                     accumulate(each, step, case.micro_batches)
-                each.step()
-                each.zero_grad()
+                step_and_clear(each)
             assert_same(side, twin, what=f"step {step}: ")
         state = state_of(side)["state"]
         for number, master in enumerate(twin.optimizer.param_groups[0]["params"]):
@@ -146,7 +131,7 @@ def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
             side_of(wide_model, dtype, make=make, stage=1) as side,
         ):
             for step in range(3):
-                side.backward(language_loss(side.module, tokens(step, rank=0)))
+                side.backward(loss_at(side.module, step, rank=0))
                 with threads(pieces[1]):  # not for products, whose sums depend on it
                     side.step()
                     assert torch.get_num_threads() == pieces[1]
@@ -199,9 +184,8 @@ def seldom_module() -> nn.Module:
 
 def seldom(side: Sharded, steps: range) -> None:
     for side.module.step in steps:  # type: ignore[assignment]
-        side.backward(language_loss(side.module, tokens(side.module.step, rank=0)))
-        side.step()
-        side.zero_grad()
+        side.backward(loss_at(side.module, side.module.step, rank=0))
+        step_and_clear(side)
 
 
 def everything(side: Sharded) -> dict[str, Tensor]:
@@ -222,7 +206,7 @@ def _train_to_file(file: Path, dtype: str, stage: int, steps: int) -> None:
 
 def _go_on(saved: Path, expected: Path, dtype: str, stage: int, row: str, folder: Path) -> None:
     values, weights, state = torch.load(saved, weights_only=True)
-    with side_of(seldom_module, dtype, stage=stage, offload=settings(row, folder)) as side:
+    with side_of(seldom_module, dtype, stage=stage, **offload(row, folder)) as side:
         side.engine.load_state_dict(weights)
         load_state(side, state)
         assert_equal(everything(side), values)
@@ -251,7 +235,7 @@ def test_a_restaged_run_is_the_one_that_was_not(dtype: str, tmp_path: Path) -> N
             seldom(side, range(2))
             for step, (stage, row) in enumerate([(3, "nvme"), (0, "none"), (3, "cpu"), (2, "none")], 2):
                 if restages:
-                    side.engine.restage(stage=stage, offload=settings(row, tmp_path))
+                    side.engine.restage(stage=stage, **offload(row, tmp_path))
                 seldom(side, range(step, step + 1))
             found.append(everything(side))
     assert_equal(*found)
@@ -261,7 +245,7 @@ def test_a_restaged_run_is_the_one_that_was_not(dtype: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize(("stage", "row"), [(0, "none"), (3, "none"), (2, "optimizer_cpu"), (3, "nvme")])
 def test_the_plan_is_the_bytes_that_are_held(stage: int, row: str, dtype: str, tmp_path: Path) -> None:
-    with side_of(Odd, dtype, stage=stage, offload=settings(row, tmp_path)) as side:
+    with side_of(Odd, dtype, stage=stage, **offload(row, tmp_path)) as side:
         train(side, range(2))
         engine = side.engine
         check_held(engine)
@@ -276,7 +260,7 @@ def test_the_plan_is_the_bytes_that_are_held(stage: int, row: str, dtype: str, t
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize(("stage", "row"), [(0, "none"), (1, "optimizer_cpu"), (3, "cpu")])
 def test_what_is_kept_is_read_behind_a_step(stage: int, row: str, dtype: str, tmp_path: Path) -> None:
-    with side_of(seldom_module, dtype, stage=stage, offload=settings(row, tmp_path)) as side:
+    with side_of(seldom_module, dtype, stage=stage, **offload(row, tmp_path)) as side:
         seldom(side, range(2))
         before, engine = everything(side), side.engine
         kept = KeptRanges(engine, mock.MagicMock(__contains__=lambda *_: True))
@@ -432,8 +416,7 @@ def test_losses_follow_those_of_fp32() -> None:
                 wanted = (3 * batch + batch // 4) % VOCABULARY
                 loss = nn.functional.cross_entropy(side.module(batch).flatten(0, 1), wanted.flatten())
                 side.backward(loss)
-                side.step()
-                side.zero_grad()
+                step_and_clear(side)
                 found.append(loss.detach())
         return torch.stack(found)
 

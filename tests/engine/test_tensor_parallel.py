@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,15 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor, parallel
 from torch.distributed.tensor import Shard as SplitAlong
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 import lightning_zero
 from lightning_zero.config import ConfigError, ZeroConfig, make_config
@@ -34,7 +28,10 @@ from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimi
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
-from tests.engine.support import Sharded, adamw, autocast, sgd
+from tests import models
+from tests.engine.sides import MakeOptimizer, Sharded, adamw, sgd
+from tests.engine.test_offload import offload
+from tests.engine.works import autocast
 from tests.harness import on_ranks
 from tests.models import Model
 
@@ -75,12 +72,12 @@ PLAN = {
 def parallelized(module: nn.Module, mesh: Any) -> None:
     """As users of Lightning's ModelParallelStrategy write it."""
     styles = {
-        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
-        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
-        "colwise": ColwiseParallel(),
-        "rowwise": RowwiseParallel(),
+        "embedding_rowwise": parallel.RowwiseParallel(input_layouts=Replicate()),
+        "colwise_gather_output": parallel.ColwiseParallel(output_layouts=Replicate()),
+        "colwise": parallel.ColwiseParallel(),
+        "rowwise": parallel.RowwiseParallel(),
     }
-    parallelize_module(module, mesh, {name: styles[style] for name, style in PLAN.items()})
+    parallel.parallelize_module(module, mesh, {name: styles[style] for name, style in PLAN.items()})
 
 
 def net(*, tied: bool = False, seed: int = 0) -> Any:
@@ -140,10 +137,11 @@ def trained(
     return found | {"losses": torch.stack(found["losses"]), "norms": torch.stack(found["norms"])}
 
 
-def alone(make: Callable[[], nn.Module], **how: Any) -> tuple[nn.Module, Found]:
-    """A module that one process has trained with the whole batch, and what was found."""
+def alone(make: Callable[[], nn.Module], optimizer: MakeOptimizer = sgd, **how: Any) -> tuple[nn.Module, Any, Found]:
+    """A module that one process has trained with the whole batch, its optimizer, and what was found."""
     module = make()
-    return module, trained(module, sgd(module.parameters()), slice(None), **how)
+    steps = optimizer(module.parameters())
+    return module, steps, trained(module, steps, slice(None), **how)
 
 
 def assert_alike(
@@ -178,20 +176,15 @@ def sharded(module: nn.Module, make: Any = sgd, **settings: Any) -> Iterator[tup
 def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path: Path) -> None:
     if dist.get_world_size() < parts:
         return
-    rows: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
-    rows += [
-        {"stage": stage, "offload": row} for stage, row in ((1, "optimizer_cpu"), (3, "cpu"), (3, "optimizer_cpu"))
-    ]
-    rows += [{"stage": 3, "offload": {"name": "nvme", "nvme_path": str(tmp_path)}}]
+    places = [("none", 0), ("none", 1), ("none", 2), ("none", 3)]
+    places += [("optimizer_cpu", 1), ("cpu", 3), ("optimizer_cpu", 3), ("nvme", 3)]
     settings = {"tensor_parallel": parts, "tensor_plan": PLAN, "unit": {"classes": ["Attention", "Mlp"]}}
     for make, tied in ((damped_adam, False), (sgd, True)):
-        expected = net(tied=tied)
-        steps = make(expected.parameters())
-        found = trained(expected, steps, slice(None), micro=micro)
+        expected, steps, found = alone(functools.partial(net, tied=tied), make, micro=micro)
         sums = []
-        for row in rows:
+        for row, stage in places:
             module = net(tied=tied, seed=dist.get_rank())  # all take the values of rank 0
-            with sharded(module, make, **settings, **row) as (engine, optimizer):
+            with sharded(module, make, stage=stage, **settings, **offload(row, tmp_path)) as (engine, optimizer):
                 ours = trained(module, optimizer, own_rows(parts), micro=micro)
                 assert_alike(engine, ours, expected, found)
                 torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-6)
@@ -208,7 +201,7 @@ def test_stages_in_bf16_have_the_same_digits_near_those_of_one_process() -> None
         with autocast("bf16"):
             return loss_of(module, tokens)
 
-    expected, found = alone(net, loss=loss)
+    expected, _, found = alone(net, loss=loss)
     settings = {"tensor_parallel": 2, "tensor_plan": PLAN, "precision": "bf16"}
     weights = []
     for stage, row in ((0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "cpu")):
@@ -232,9 +225,7 @@ def test_state_of_one_process_goes_on_in_parts() -> None:
             load_optimizer_state(engine, optimizer, state)
             yield module, engine, optimizer
 
-    expected = net()
-    steps = adamw(expected.parameters())
-    trained(expected, steps, slice(None))
+    expected, steps, _ = alone(net, adamw)
     weights, state = copy.deepcopy(expected.state_dict()), copy.deepcopy(steps.state_dict())
     found = trained(expected, steps, slice(None))
     with loaded(stage=2) as (_, engine, _):
@@ -281,7 +272,9 @@ def test_meshes_that_are_not_the_runs_are_refused() -> None:
     mesh = device_mesh("cpu", 2)
 
     def split(module: nn.Module, along: str = "tensor_parallel") -> nn.Module:
-        return parallelize_module(module, mesh[along], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return parallel.parallelize_module(
+            module, mesh[along], {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
+        )
 
     slopes = Scaled()
     slopes.register_buffer("slopes", distribute_tensor(torch.ones(4), mesh["tensor_parallel"], [SplitAlong(0)]))
@@ -342,20 +335,24 @@ def test_module_on_meta_gets_the_values_of_the_whole_module() -> None:
 @on_ranks(2)
 def test_module_that_its_user_has_split_keeps_its_styles() -> None:
     """Also norms whose activations are split along the sequence: their gradients are partial on each rank."""
-    expected, found = alone(net)
-    along = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=SplitAlong(1), use_local_output=False)
+    expected, _, found = alone(net)
+    along = parallel.PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=SplitAlong(1), use_local_output=False
+    )
     styles = {
-        "norm": SequenceParallel(use_local_output=False),
-        "up": ColwiseParallel(input_layouts=SplitAlong(1)),
-        "down": RowwiseParallel(),
+        "norm": parallel.SequenceParallel(use_local_output=False),
+        "up": parallel.ColwiseParallel(input_layouts=SplitAlong(1)),
+        "down": parallel.RowwiseParallel(),
     }
     for stage in (0, 3):
         module = net(seed=dist.get_rank())
         mesh = device_mesh("cpu", 2)["tensor_parallel"]
         for attention, mlp in module.blocks:
-            parallelize_module(mlp, mesh, {"norm": along})  # its hook is the first
-            parallelize_module(mlp, mesh, styles)
-            parallelize_module(attention, mesh, {n: ColwiseParallel() for n in "qkv"} | {"o": RowwiseParallel()})
+            parallel.parallelize_module(mlp, mesh, {"norm": along})  # its hook is the first
+            parallel.parallelize_module(mlp, mesh, styles)
+            parallel.parallelize_module(
+                attention, mesh, {n: parallel.ColwiseParallel() for n in "qkv"} | {"o": parallel.RowwiseParallel()}
+            )
         with sharded(module, stage=stage, tensor_parallel=2) as (engine, optimizer):
             assert split_of(module.blocks[0][0].q.weight) is not None
             assert_alike(engine, trained(module, optimizer, own_rows(2)), expected, found)
@@ -425,9 +422,7 @@ def test_experts_on_their_ranks_equal_one_process() -> None:
 
     world = dist.get_world_size()
     rows = slice(8 // world * dist.get_rank(), 8 // world * (dist.get_rank() + 1))
-    expected = make()
-    steps = sgd(expected.parameters())
-    found = trained(expected, steps, slice(None), loss=loss, data=data)
+    expected, steps, found = alone(make, loss=loss, data=data)
     for stage, size in itertools.product(range(4), {2, world}):
         module = make()
         module[1].split(device_mesh("cpu", size, "expert_parallel")["expert_parallel"])
@@ -449,6 +444,9 @@ def load_example(name: str) -> Any:
     return module
 
 
+of_transformers = functools.partial(models.of_transformers, use_cache=False)
+
+
 @pytest.mark.full
 @on_ranks(4)
 @pytest.mark.parametrize(
@@ -464,7 +462,7 @@ def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert:
         torch.testing.assert_close(without, value.detach(), rtol=1e-6, atol=0)
         return value
 
-    expected, found = alone(lambda: of_transformers(kind), loss=loss)
+    expected, _, found = alone(lambda: of_transformers(kind), loss=loss)
     for stage in (0, 3):
         module = of_transformers(kind, seed=dist.get_rank())  # all take the values of rank 0
         settings = {"tensor_parallel": tensor, "expert_parallel": expert}
@@ -474,20 +472,6 @@ def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert:
             assert_alike(engine, ours, expected, found, rtol=1e-5)
     with pytest.raises(ConfigError, match="expected a number that divides num_key_value_heads=2 of"):
         lightning_zero.shard(of_transformers(kind), tensor_parallel=4)
-
-
-def of_transformers(kind: str, seed: int = 0) -> nn.Module:
-    import transformers
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 32}
-    if kind != "llama":
-        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
-    config._experts_implementation = "eager"
-    torch.manual_seed(seed)
-    made: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return made
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

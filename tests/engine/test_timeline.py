@@ -26,8 +26,10 @@ from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Span
 from lightning_zero.timeline.lanes import lanes_of, outermost, without
-from tests.engine.support import Sharded, assert_equal, train
+from tests.engine.sides import Sharded
+from tests.engine.support import assert_equal
 from tests.engine.test_offload import offload
+from tests.engine.works import train
 from tests.harness import on_ranks
 from tests.models import Model
 

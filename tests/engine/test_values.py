@@ -14,33 +14,13 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.engine import engine_of
-from tests.engine.support import (
-    ALL_STAGES,
-    IN_STAGES,
-    Sharded,
-    Side,
-    accumulate,
-    assert_absent,
-    assert_equal,
-    assert_same,
-    autocast,
-    check,
-    floats,
-    language_loss,
-    language_work,
-    load_state,
-    state_of,
-    tokens,
-    train,
-    trained,
-)
+from tests.engine.sides import Sharded, Side, load_state, state_of, step_and_clear
+from tests.engine.support import IN_STAGES, PLAIN, PRECISIONS, STAGES, assert_absent, assert_equal, assert_same, check
+from tests.engine.works import accumulate, autocast, floats, language_work, loss_at, tokens, train, trained
 from tests.harness import on_ranks
 from tests.models import VOCABULARY, WIDTH, Model
 
 pytestmark = pytest.mark.sample  # the full tier has all cases
-
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
-PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 
 
 # -- gather -----------------------------------------------------------------------------------------------------------
@@ -61,9 +41,7 @@ def test_what_is_written_inside_gather_is_kept(stage: int, precision: str) -> No
         master_of("blocks.1.norm.bias").fill_(0.125)
         master_of("embed.weight").fill_(0.3)
         assert_same(sharded, twin)
-        for side in (sharded, twin):
-            side.step()
-            side.zero_grad()
+        step_and_clear(sharded, twin)
         assert_same(sharded, twin)
         for side in (sharded, twin):
             with autocast(precision):
@@ -206,7 +184,7 @@ def test_a_copy_made_inside_gather_is_plain(stage: int, precision: str) -> None:
             assert all(set(inner._forward_hooks.values()) <= {doubles} for inner in copied.modules())
         assert len(block._forward_hooks) == 1
         side.engine.comm.counts.clear()
-        language_loss(whole, tokens(0)).backward()
+        loss_at(whole, 0).backward()
         block(floats(0, 4, WIDTH)).sum().backward()
         assert not side.engine.comm.counts and not side.engine.passes.in_backward
         assert all(type(p.grad) is Tensor for p in (*whole.parameters(), *block.parameters()))
@@ -242,7 +220,7 @@ def test_a_module_is_plain_inside_gather(stage: int, checkpointing: str, precisi
         loaded = torch.load(file, weights_only=False)
         assert torch.equal(loaded(tokens(0)), expected)
         train(side, range(1, 3))
-        language_loss(loaded, tokens(0)).backward()
+        loss_at(loaded, 0).backward()
         assert all(p.grad is not None for p in loaded.parameters())
 
 
@@ -377,7 +355,7 @@ def test_zeroed_gradients_are_gradients_and_cleared_ones_are_not(stage: int) -> 
 
 @on_ranks(2)
 @IN_STAGES
-@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+@PLAIN
 def test_sparse_gradients_of_embeddings_train_as_dense_ones(stages: tuple[int, ...], plain: bool) -> None:
     def work(side: Side, step: int) -> Tensor:
         side.module.embed.sparse = isinstance(side, Sharded)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,9 +23,10 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, gather
 from lightning_zero.engine.vertical.chunked import CannotDivide
 from lightning_zero.layerwise.loss import chunks_of
-from tests.engine.support import autocast, language_loss, tokens
+from tests.engine.test_offload import offload
+from tests.engine.works import autocast, language_loss, loss_at, tokens
 from tests.harness import on_ranks
-from tests.models import VOCABULARY, Does, Dropping, Layers, Model, linear
+from tests.models import VOCABULARY, Does, Dropping, Layers, Model, linear, of_transformers
 from tests.selection import pairwise_places
 
 K = 4
@@ -43,8 +45,7 @@ def vertical(module: nn.Module, *, k: int = K, how: str = "blocks", **settings: 
     return lightning_zero.shard(module, vertical_chunks=k, activation_checkpointing=how, device="cpu", **settings)
 
 
-def ordinary(module: nn.Module, *, how: str = "blocks", **settings: Any) -> Engine:
-    return lightning_zero.shard(module, activation_checkpointing=how, device="cpu", **settings)
+ordinary = functools.partial(vertical, k=1)
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
@@ -123,8 +124,7 @@ def of_rank(*shape: int) -> Tensor:
     "case", [CASES[place] for place in pairwise_places(CASES)], ids=lambda c: "-".join(map(str, c.values()))
 )
 def test_gradients_are_those_of_ordinary_accumulation(case: dict[str, Any], tmp_path: Path) -> None:
-    folder = {"nvme_path": str(tmp_path)} if "nvme" in case["offload"] else {}
-    compare(Model, tokens(0, rows=ROWS), **{**case, "offload": {"name": case["offload"], **folder}})
+    compare(Model, tokens(0, rows=ROWS), **case | offload(case["offload"], tmp_path))
 
 
 @on_ranks(2)
@@ -142,10 +142,10 @@ def test_a_unit_is_gathered_twice_and_reduced_once(stage: int) -> None:
 def test_gradients_of_no_sync_add_up(stage: int) -> None:
     with beside_plain(Model, stage=stage) as (module, plain, engine):
         with engine.passes.no_sync():
-            language_loss(module, tokens(0, rows=ROWS)).backward()
-        language_loss(module, tokens(1, rows=ROWS)).backward()
+            loss_at(module, 0, rows=ROWS).backward()
+        loss_at(module, 1, rows=ROWS).backward()
         for step in (0, 1):
-            language_loss(plain, tokens(step, rows=ROWS)).backward()
+            loss_at(plain, step, rows=ROWS).backward()
         counts = engine.comm.counts.items()
         reductions = sum(number for (kind, label), number in counts if "reduce" in kind and "blocks.1" in label)
         assert reductions == (2 if stage == 3 else 1)
@@ -274,18 +274,18 @@ def test_a_block_that_is_thawed_trains() -> None:
         for step, frozen in enumerate((True, False)):
             for side in (module, plain):
                 side.blocks[0].requires_grad_(not frozen)
-                language_loss(side, tokens(step, rows=ROWS)).backward()
+                loss_at(side, step, rows=ROWS).backward()
 
 
 def test_what_a_graph_of_chunks_cannot_follow_is_refused() -> None:
     """Parameters that are toggled before the backward, and gradients of inputs alone."""
     module = Model()
     with released(module):
-        loss = language_loss(module, tokens(0, rank=0, rows=ROWS))
+        loss = loss_at(module, 0, rank=0, rows=ROWS)
         with pytest.raises(RuntimeError, match="loss.backward"):
             torch.autograd.grad(loss, [module.embed.weight])
     with released(module):
-        loss = language_loss(module, tokens(0, rank=0, rows=ROWS))
+        loss = loss_at(module, 0, rank=0, rows=ROWS)
         module.blocks[1].requires_grad_(False)
         with pytest.raises(RuntimeError, match="requires_grad of its parameters has changed"):
             loss.backward()
@@ -331,7 +331,7 @@ def saved_nbytes(module: nn.Module) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        language_loss(module, tokens(0, rank=0, rows=ROWS))
+        loss_at(module, 0, rank=0, rows=ROWS)
     return sum(storages.values())
 
 
@@ -612,19 +612,11 @@ def test_a_loss_that_cannot_be_in_chunks_is_refused(settings: dict[str, Any], wo
 # -- models of transformers ------------------------------------------------------------------------------------------
 
 
-def of_transformers(kind: str) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    if kind == "t5":  # the first block makes a bias for all of them
-        sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-        sizes |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
-    else:
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-        sizes |= {"num_key_value_heads": 1}
-    if kind == "mixtral":
-        sizes |= {"num_local_experts": 2, "output_router_logits": True}
-    make = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
-    return make.from_config(transformers.AutoConfig.for_model(kind, vocab_size=32, **sizes))
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},  # its cache holds a number at first
+    "t5": {"d_kv": 8, "d_ff": 16, "num_decoder_layers": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+}
 
 
 def causal_loss(module: nn.Module, ids: Tensor, **settings: Any) -> Tensor:
@@ -637,21 +629,22 @@ def token_ids() -> Tensor:
     return torch.randint(1, 32, (ROWS, 6), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "t5"])  # the cache of the second holds a number at first
+@pytest.mark.parametrize("kind", KINDS)
 def test_models_of_transformers(kind: str) -> None:
-    compare(lambda: of_transformers(kind), token_ids(), loss=causal_loss, of_all=True, stage=3, offload="cpu")
+    build = functools.partial(of_transformers, kind, **KINDS[kind])
+    compare(build, token_ids(), loss=causal_loss, of_all=True, stage=3, offload="cpu")
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "t5"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_models_of_transformers_that_are_computed_again(kind: str) -> None:
     """The second forward does not add to the cache of the first."""
-    plain, module = of_transformers(kind), of_transformers(kind)
+    plain, module = (of_transformers(kind, **KINDS[kind]) for _ in range(2))
     engine = ordinary(module, stage=3)
     for side in (plain, module):
         given: dict[str, Any] = {}
         if kind == "llama":  # a cache whose tensors are there and hold nothing
             given["past_key_values"] = cache = sys.modules["transformers"].DynamicCache(config=side.config)
-            cache.early_initialization(ROWS, 1, 8, torch.float32, torch.device("cpu"))
+            cache.early_initialization(ROWS, 2, 8, torch.float32, torch.device("cpu"))
         causal_loss(side, token_ids(), **given).backward()
     found = gradients(module)
     assert_close({n: p.grad for n, p in plain.named_parameters() if n in found}, found, of_all=True)
@@ -673,7 +666,7 @@ def test_a_cache_that_holds_keys_is_refused_in_training_and_filled_in_an_evaluat
 
 def test_router_logits_that_a_hook_collects_are_refused() -> None:
     """Their loss would have no gradient. Without vertical accumulation, they train (gather() of such a model too)."""
-    module = of_transformers("mixtral")
+    module = of_transformers("mixtral", num_local_experts=2, output_router_logits=True)
     engine = ordinary(module, stage=3)
     causal_loss(module, token_ids()).backward()
     assert gradients(module)

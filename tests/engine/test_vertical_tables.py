@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.engine.vertical.chunked import CannotDivide
-from tests.engine.support import autocast
 from tests.engine.test_vertical import beside_plain, released
+from tests.engine.works import autocast
 from tests.models import Does, linear
 
 ROWS, LENGTH, WIDTH = 8, 5, 8

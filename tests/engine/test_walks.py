@@ -23,7 +23,8 @@ from lightning_zero.comm.transports import DirectTransport
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units.bucket import Bucket
-from tests.engine.support import Sharded, language_work, train
+from tests.engine.sides import Sharded
+from tests.engine.works import language_work, train
 from tests.harness import on_ranks
 from tests.models import Model
 

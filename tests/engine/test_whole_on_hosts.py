@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero.engine.whole import whole_params
-from tests.engine.support import Sharded, language_work, train
+from tests.engine.sides import Sharded
+from tests.engine.works import language_work, train
 from tests.harness import on_ranks
 from tests.models import Model
 

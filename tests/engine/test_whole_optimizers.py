@@ -21,45 +21,12 @@ from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
-from tests.engine.optimizers import (
-    Counting,
-    CountingObjects,
-    Decaying,
-    Flagged,
-    Lamb,
-    Langevin,
-    NormOverAll,
-    NormOverLarge,
-    RareClip,
-    Shampoo,
-    Shared,
-    Shrinking,
-    SignDescent,
-    Slow,
-    WarmsUp,
-    adafactor,
-    muon_and_adam,
-)
-from tests.engine.support import (
-    Master,
-    Sharded,
-    Twin,
-    accumulate,
-    assert_equal,
-    assert_same,
-    autocast,
-    cases,
-    language_loss,
-    language_work,
-    load_state,
-    pairwise_selection,
-    state_of,
-    tokens,
-    train,
-    with_twin,
-)
+from tests.engine import optimizers as toys
+from tests.engine.sides import Master, Sharded, Twin, load_state, state_of, step_and_clear, with_twin
+from tests.engine.support import assert_equal, assert_same, cases, pairwise_selection
 from tests.engine.test_offload import offload
 from tests.engine.test_restage import check_held
+from tests.engine.works import accumulate, autocast, language_work, loss_at, train, train_both
 from tests.harness import on_ranks, run
 from tests.models import VOCABULARY, Does, Model, frozen, linear
 from tests.trainer.step_peak import _silence
@@ -76,11 +43,11 @@ def clip_by(twin: Twin, norm: Tensor, max_norm: float) -> None:
 
 
 OPTIMIZERS = {
-    "adafactor": adafactor,
-    "lamb": Lamb,
-    "shampoo": Shampoo,
-    "sign": SignDescent,
-    "muon_and_adam": muon_and_adam,
+    "adafactor": toys.adafactor,
+    "lamb": toys.Lamb,
+    "shampoo": toys.Shampoo,
+    "sign": toys.SignDescent,
+    "muon_and_adam": toys.muon_and_adam,
 }
 VALUES: dict[str, Sequence[Any]] = {
     "world": (1, 2, 3, 4),
@@ -141,16 +108,14 @@ def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(
 ) -> None:
     more = {"reduce_bucket_bytes": SMALL_WINDOWS, **offload(row, tmp_path)}
     with with_twin(stage=stage, optimizer=OPTIMIZERS[name], shaped=True, **more) as (side, twin):
-        for each in (side, twin):
-            train(each, range(2))
+        train_both((side, twin), range(2))
         state, weights = state_of(side), side.engine.state_dict(only_rank_0=False)
         assert_equal(state, twin.optimizer.state_dict())
         train(side, [2])  # something else, which is to be forgotten
         vars(side.optimizer)["steps"] = 2  # what no state_dict has, under torch either
         side.engine.load_state_dict(weights)
         load_state(side, copy.deepcopy(state))
-        for each in (side, twin):
-            train(each, range(2, 4))
+        train_both((side, twin), range(2, 4))
         assert_same(side, twin)
 
 
@@ -187,8 +152,7 @@ def side_by_side(
         for step in range(steps):
             for side in sides:
                 work(side, step)
-                side.step()
-                side.zero_grad()
+                step_and_clear(side)
                 side.module.zero_grad()
                 between(side, step)
             assert_same(*sides, what=f"step {step}: ")
@@ -218,7 +182,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(stage: int, row:
     for step in range(3):
         language_work(twin, step)
         twin.show_grads()
-        engine.passes.backward(language_loss(module, tokens(step)))
+        engine.passes.backward(loss_at(module, step))
         for optimizer in optimizers:
             optimizer.step()
         twin.step()
@@ -242,7 +206,7 @@ def optional() -> nn.Module:
 
 @pytest.mark.sample
 @on_ranks(4, full=(2,))
-@pytest.mark.parametrize("make", [Lamb, Decaying, muon_and_adam], ids=["lamb", "decaying", "muon_and_adam"])
+@pytest.mark.parametrize("make", [toys.Lamb, toys.Decaying, toys.muon_and_adam])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_without_a_gradient_are_stepped_as_in_one_process(make: Any, stage: int) -> None:
     """On more ranks than there are tensors, of which some own nothing."""
@@ -257,12 +221,12 @@ def flagged(params: Any) -> Optimizer:
     params = list(params)
     for place, param in enumerate(params):
         param.scale = 1.0 + place % 3
-    return Flagged(params)
+    return toys.Flagged(params)
 
 
 @pytest.mark.sample
 @on_ranks(2)
-@pytest.mark.parametrize("make", [Counting, flagged, Slow], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [toys.Counting, flagged, toys.Slow])
 def test_classes_as_people_write_them(make: Any) -> None:
     """Collections and functions in attributes, state from the beginning, wrappers."""
     side_by_side(make, in_part, build=optional, steps=5, reduce_bucket_bytes=500)
@@ -270,7 +234,7 @@ def test_classes_as_people_write_them(make: Any) -> None:
         train(side, range(2))
         loss = side.optimizer.step(lambda: torch.ones(()))  # no gradient at all: counted, as in one process
         assert float(loss) == 1
-        if make is Counting:
+        if make is toys.Counting:
             assert side.optimizer.counts == {"steps": 3}  # type: ignore[attr-defined]
 
 
@@ -286,7 +250,7 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
                 thawed = [side.masters[param].flat.requires_grad_(True) for param in thawed]
             side.optimizer.add_param_group({"params": thawed, "lr": 0.03})
 
-    make = lambda params: Lamb([p for p in params if p.requires_grad])  # noqa: E731
+    make = lambda params: toys.Lamb([p for p in params if p.requires_grad])  # noqa: E731
     side_by_side(make, build=lambda: frozen("blocks.1"), steps=4, between=between)
 
 
@@ -295,7 +259,7 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
 @pytest.mark.parametrize(
     ("kind", "stage", "settings"),
     [(torch.optim.AdamW, stage, {"sharding": "tensors"}) for stage in (0, 2)]
-    + [(kind, stage, {}) for kind in (Shrinking, WarmsUp) for stage in (0, 1, 3)],
+    + [(kind, stage, {}) for kind in (toys.Shrinking, toys.WarmsUp) for stage in (0, 1, 3)],
 )
 def test_optimizers_that_are_told_to_and_classes_with_a_step_of_their_own_step_whole_tensors(
     kind: Any, stage: int, settings: dict[str, Any]
@@ -308,7 +272,7 @@ def test_optimizers_that_are_told_to_and_classes_with_a_step_of_their_own_step_w
 def test_state_that_finds_no_room_is_an_error_on_all() -> None:
     """A budget that the state is beyond, after all that could be known of it before."""
     settings = {"offload": "optimizer_cpu", "reduce_bucket_bytes": SMALL_WINDOWS}
-    side = Sharded(Model(), stage=2, optimizer=Shampoo, **settings)
+    side = Sharded(Model(), stage=2, optimizer=toys.Shampoo, **settings)
     language_work(side, 0)
     tiers = side.engine.tiers
     if side.engine.comm.rank:
@@ -325,7 +289,7 @@ def test_state_that_finds_no_room_is_an_error_on_all() -> None:
 def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> None:
     torch.default_generator.manual_seed(3)
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
-    with Sharded(module, stage=3, optimizer=SignDescent, reduce_bucket_bytes=window) as side:
+    with Sharded(module, stage=3, optimizer=toys.SignDescent, reduce_bucket_bytes=window) as side:
         engine, sharded = side.engine, side.engine.optimizers[0]
         side.backward(module(torch.ones(2, 64)).square().sum())
         side.step()
@@ -375,7 +339,7 @@ def test_shards_within_a_node_and_replicas_across_nodes(hybrid_shard: str, besid
     for stage, name in ((0, beside), (3, hybrid_shard)):
         torch.default_generator.manual_seed(3)
         comm = {"hybrid_shard": name}
-        with Sharded(Model(), stage=stage, optimizer=muon_and_adam, comm=comm, **settings) as side:
+        with Sharded(Model(), stage=stage, optimizer=toys.muon_and_adam, comm=comm, **settings) as side:
             train(side, range(3))
             found.append((side.engine.state_dict(only_rank_0=False), state_of(side)))
     assert_equal(found[1], found[0])
@@ -383,7 +347,7 @@ def test_shards_within_a_node_and_replicas_across_nodes(hybrid_shard: str, besid
 
 @on_ranks(2)
 def test_what_fails_on_one_rank_fails_on_all_and_none_waits() -> None:
-    class Failing(SignDescent):
+    class Failing(toys.SignDescent):
         broken = False
 
         def update(self) -> None:
@@ -405,7 +369,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_none_waits() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-class CallsTwice(SignDescent):
+class CallsTwice(toys.SignDescent):
     """As one that looks at the gradient at another point (Foret et al. 2021, arXiv:2010.01412)."""
 
     def step(self, closure: Any = None) -> Any:
@@ -414,7 +378,7 @@ class CallsTwice(SignDescent):
         return super().step(closure)
 
 
-class NeedsClosure(SignDescent):
+class NeedsClosure(toys.SignDescent):
     def step(self, closure: Any) -> Any:  # type: ignore[override]
         return super().step(closure)
 
@@ -429,7 +393,7 @@ def test_steps_that_call_their_closure_are_refused_at_every_stage() -> None:
             Sharded(Model(), stage=stage, optimizer=make, optimizer_settings=settings)
 
 
-class Sending(SignDescent):
+class Sending(toys.SignDescent):
     def update(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
@@ -437,19 +401,19 @@ class Sending(SignDescent):
         super().update()
 
 
-class ScheduleFree(SignDescent):
+class ScheduleFree(toys.SignDescent):
     def train(self) -> None: ...
 
     def eval(self) -> None: ...
 
 
 def patched(params: Any) -> Optimizer:
-    optimizer = SignDescent(params)
+    optimizer = toys.SignDescent(params)
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
     return optimizer
 
 
-class Picky(SignDescent):
+class Picky(toys.SignDescent):
     def update(self) -> None:
         assert all(p.numel() % 2 for group in self.param_groups for p in group["params"]), "too even"
         super().update()
@@ -459,10 +423,10 @@ class Picky(SignDescent):
 @on_ranks(2)
 def test_what_cannot_be_stepped_apart_is_refused() -> None:
     refusals = {
-        NormOverAll: "depends on the other tensors",
-        RareClip: "depends on the other tensors",
-        CountingObjects: "depends on the other tensors.*outside of its param groups",
-        Langevin: "depends on the other tensors.*zero/stage=zero0",
+        toys.NormOverAll: "depends on the other tensors",
+        toys.RareClip: "depends on the other tensors",
+        toys.CountingObjects: "depends on the other tensors.*outside of its param groups",
+        toys.Langevin: "depends on the other tensors.*zero/stage=zero0",
         Sending: "sends messages between ranks itself",
         Picky: "(?s)could not be tried.*too even.*zero.optimizer.sharding=tensors",
     }
@@ -473,9 +437,9 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
             engine.add_optimizer(make(module.parameters()))
         engine.release()
     side_by_side(Picky, stage=1, optimizer_settings={"sharding": "tensors"})
-    side_by_side(NormOverAll, stage=0)  # in one call, as in one process
-    side_by_side(Shared, in_part, build=optional, steps=4, stage=0)
-    with Sharded(Model(), stage=0, optimizer=NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):
+    side_by_side(toys.NormOverAll, stage=0)  # in one call, as in one process
+    side_by_side(toys.Shared, in_part, build=optional, steps=4, stage=0)
+    with Sharded(Model(), stage=0, optimizer=toys.NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):
         side.engine.restage("zero2")
     for make, match in {ScheduleFree: r"has train\(\) and eval\(\)", patched: r"a step\(\) was set"}.items():
         with pytest.raises(ConfigError, match=match):
@@ -504,6 +468,6 @@ def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> Non
 
     for groups in (1, 2):
         with pytest.raises(ConfigError, match="came out otherwise"):
-            add(NormOverLarge, large, groups)
-    add(SignDescent, large)  # what couples nothing here is not refused
-    add(NormOverLarge, Model)
+            add(toys.NormOverLarge, large, groups)
+    add(toys.SignDescent, large)  # what couples nothing here is not refused
+    add(toys.NormOverLarge, Model)

@@ -14,32 +14,15 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.engine.passes.access import CHUNK, checksum
-from tests.engine.support import (
-    ALL_STAGES,
-    IN_STAGES,
-    Sharded,
-    Side,
-    Twin,
-    assert_same,
-    autocast,
-    check,
-    floats,
-    language_loss,
-    language_work,
-    mean_square,
-    scope,
-    sgd,
-    tokens,
-    train,
-    with_twin,
-)
+from tests.engine.sides import Sharded, Side, Twin, sgd, step_and_clear, with_twin
+from tests.engine.support import IN_STAGES, PRECISIONS, STAGES, assert_same, check
 from tests.engine.test_offload import offload
+from tests.engine.works import autocast, floats, language_work, loss_at, mean_square, scope, tokens, train_both
 from tests.harness import on_ranks
 from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, Model, frozen, write
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
-STAGES = pytest.mark.parametrize("stage", ALL_STAGES)
 ROWS = pytest.mark.parametrize(
     ("stage", "row"), [(0, "none"), (1, "none"), (2, "optimizer_cpu"), (3, "none"), (3, "cpu"), (3, "nvme")]
 )
@@ -129,12 +112,11 @@ def test_writes_that_differ_are_refused_on_all_ranks(stage: int, how: str, preci
                 if dist.get_rank() in writers:
                     change = factor * (dist.get_rank() + 1)
                     write(side.module.head.weight, lambda weight, by=change: weight.add_(by), how)
-                loss = language_loss(side.module, tokens(step))
+                loss = loss_at(side.module, step)
             refused = pytest.raises(RuntimeError, match=rf"head\.weight{WRITTEN_OTHERWISE}")
             with refused if factor else contextlib.nullcontext():
                 side.backward(loss)
-                side.step()
-                side.zero_grad()
+                step_and_clear(side)
 
 
 # -- between forward and forward --------------------------------------------------------------------------------------
@@ -153,8 +135,7 @@ def test_writes_after_a_step_inside_of_a_step_are_kept(
     def work(side: Side, step: int) -> Tensor:
         with scope(side):
             loss = language_work(side, step)
-            side.step()
-            side.zero_grad()
+            step_and_clear(side)
             for param in side.module.parameters():
                 write(param, lambda value: value.clamp_(-0.2, 0.2), how)
             keep_in_masters(side)
@@ -169,7 +150,7 @@ def test_writes_after_a_step_inside_of_a_step_are_kept(
 
 @on_ranks(2, full=(1, 3))
 @ROWS
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@PRECISIONS
 @pytest.mark.parametrize("right_after_a_step", [False, True])
 @pytest.mark.mainly(lambda stage, row, precision: (stage, row) == (3, "none") or precision == "bf16")
 def test_data_that_is_assigned_is_kept(
@@ -189,8 +170,7 @@ def test_data_that_is_assigned_is_kept(
                 other.data.copy_(master.value.to(torch.bfloat16) if low else master.value)
             if not right_after_a_step:
                 assert_same(sharded, twin, what=f"step {step}: ")
-            for side in (sharded, twin):
-                train(side, [step])
+            train_both((sharded, twin), [step])
         assert_same(sharded, twin)
         assert [name for name, _ in sharded.module.named_parameters()] == list(params)
 
@@ -268,12 +248,6 @@ def test_writes_that_differ_are_refused_before_values_are_saved(how: str, stage:
             side.engine.state_dict()
 
 
-def write_by_rank(side: Sharded) -> None:
-    """In a forward."""
-    write(side.module.head.weight, lambda weight: weight.fill_(float(dist.get_rank())), "in place")
-    side.module(tokens(0))
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("open_pass", [False, True])
@@ -293,7 +267,8 @@ def test_writes_that_differ_are_refused_before_the_sharding_is_undone(stage: int
 @pytest.mark.parametrize("stage", [1, 3])
 def test_after_an_exception_the_sharding_can_be_undone_whatever_was_written(stage: int) -> None:
     with Sharded(Model(), stage=stage) as side, pytest.raises(ZeroDivisionError), side.engine.step_scope():
-        write_by_rank(side)
+        write(side.module.head.weight, lambda weight: weight.fill_(float(dist.get_rank())), "in place")
+        side.module(tokens(0))
         raise ZeroDivisionError
     assert type(side.module.head.weight) is nn.Parameter
 
