@@ -270,9 +270,6 @@ def test_compiled_module_without_a_compiler_is_refused_before_a_process_starts()
         ZeroStrategy(3, compile={"name": "blocks", "arguments": {"backend": "eager"}})
 
 
-# -- ranks that are apart before there is an engine -------------------------------------------------------------------
-
-
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["setup", "configure_model", "configure_optimizers"])
