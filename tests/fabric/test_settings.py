@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -22,7 +21,7 @@ from lightning_zero.optimizers.loss_scale import LossScaler
 from tests.fabric.toys import Run, adamw, assert_equal, fabric, make, sgd, train
 from tests.harness import on_ranks
 from tests.trainer.test_settings import EQUAL, in_folder
-from tests.trainer.toys import FEATURES, loader
+from tests.trainer.toys import FEATURES, loader, once
 
 # Those with tests of their own, here or beside.
 ELSEWHERE = {"stage", "precision", "checkpoint", "timeline", "init_from", "vertical_chunks", "sequence_parallel"}
@@ -77,9 +76,8 @@ def test_init_from_gives_first_values(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     source = make()
-    if dist.get_rank() == 0:
-        save_file({name: p.detach() + 1 for name, p in source.named_parameters()}, tmp_path / "model.safetensors")
-    dist.barrier()
+    values = {name: p.detach() + 1 for name, p in source.named_parameters()}
+    once(lambda: save_file(values, tmp_path / "model.safetensors"))
     found = fabric(strategy(tmp_path, init_from=str(tmp_path)))
     with found.init_module(empty_init=True):
         model = make()
@@ -87,9 +85,6 @@ def test_init_from_gives_first_values(tmp_path: Path) -> None:
     with lightning_zero.gather(run.model):
         for own, other in zip(run.model.parameters(), source.parameters(), strict=True):
             assert torch.equal(own, other + 1)
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_settings_that_only_the_trainer_follows_are_refused() -> None:

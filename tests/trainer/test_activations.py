@@ -30,6 +30,7 @@ from lightning_zero.trainer.memory.activations import LiveBytes, measure, measur
 from lightning_zero.trainer.memory.fake_module import states_of
 from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 from tests.harness import on_ranks
+from tests.lightning_table.bench import variant
 from tests.trainer import toys
 from tests.trainer.step_peak import StepPeak
 from tests.trainer.toys import trainer
@@ -214,18 +215,25 @@ def room(nbytes: int) -> Any:
 @pytest.mark.sample
 @on_ranks(1, 2)
 def test_all_ranks_take_one_row_and_train_as_with_it(tmp_path: Path) -> None:
-    """Although each rank finds other memory."""
+    """Although each rank finds other memory. The batch that is taken for the plan changes no order of shuffled data."""
     rank = dist.get_rank()
+
+    def train(strategy: ZeroStrategy) -> toys.Run:
+        module, of = toys.seeded(toys.Lit), trainer(strategy, tmp_path)
+        generator = torch.Generator().manual_seed(3 + rank)
+        of.fit(module, torch.utils.data.DataLoader(toys.Samples(12), 2, shuffle=True, generator=generator))
+        return toys.record(of, module)
+
+    strategy = ZeroStrategy("auto", offload="auto")
     with room(10**9 + rank):
-        strategy, run = fit_auto(tmp_path / "auto", count=12)
+        run = train(strategy)
     decision = strategy._auto.decision
     assert strategy._gather_objects(decision, "test") == [decision] * dist.get_world_size()
     assert strategy.engine.config.stage.name.value == decision.stage != "auto"
     if rank == 0:  # where it was decided
         assert pickle.loads(pickle.dumps(strategy.run_plan.activations)) == strategy.run_plan.activations
     assert decision.samples is not None and decision.samples > 2 and "activations are not" not in decision.reason
-    plain = toys.fit(ZeroStrategy(decision.stage, offload=decision.offload), tmp_path / "plain", count=12)
-    toys.assert_same(run, plain, tolerance=0.0)
+    toys.assert_same(run, train(ZeroStrategy(decision.stage, offload=decision.offload)), tolerance=0.0)
 
 
 @on_ranks(2)
@@ -243,10 +251,8 @@ def test_resumed_run_decides_its_row_anew(form: str, tmp_path: Path) -> None:
 @pytest.mark.sample
 @on_ranks(1, 2)
 def test_run_that_fits_nowhere_or_cannot_be_planned_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    with (
-        room(1000),
-        pytest.raises(ConfigError, match="expected a row that fits into .*, got none of .* Use more"),
-    ):
+    nowhere = pytest.raises(ConfigError, match="expected a row that fits into .*, got none of .* Use more")
+    with room(1000), nowhere:
         fit_auto(tmp_path)
     broken = mock.patch.object(auto_row, "model_of", side_effect=KeyError("a bug"))
     with broken, pytest.raises(RuntimeError, match="zero/stage=auto: rank 0 could not decide: KeyError: 'a bug'"):
@@ -289,30 +295,11 @@ def test_host_with_the_least_memory_decides(tmp_path: Path) -> None:
     (lambda p: torch.optim.LBFGS(p), 2, "LBFGS cannot be tried"),
 ])  # fmt: skip
 def test_state_of_optimizers_is_known_before_they_step(make: Any, states: int, why: str) -> None:
-    class Own(toys.Lit):
-        def configure_optimizers(self) -> Any:
-            return make(list(self.parameters()))
-
-    module, config = Own(), make_config()
+    module, config = variant(configure_optimizers=lambda m: make(list(m.parameters())))(), make_config()
     before = {name: (id(p), p.clone()) for name, p in module.named_parameters()}
     found, said = states_of(module, None, describe_units(module, config, Precision.fp32), config)
     assert found == states and said.startswith(why) and bool(said) == bool(why)
     assert all(id(p) == before[n][0] and torch.equal(p, before[n][1]) for n, p in module.named_parameters())
-
-
-@on_ranks(1)
-def test_batch_taken_for_the_plan_changes_no_order(tmp_path: Path) -> None:
-    """Losses are those of a run whose row was given, with shuffled data and a generator of its own."""
-    losses = []
-    for stage in ("auto", "zero0"):
-        generator = torch.Generator().manual_seed(3)
-        data = toys.loader(2, 12).dataset
-        loader = torch.utils.data.DataLoader(data, 2, shuffle=True, generator=generator)
-        strategy = ZeroStrategy(stage, offload="auto" if stage == "auto" else "none")
-        module = toys.seeded(toys.Lit)
-        toys.trainer(strategy, tmp_path).fit(module, loader)
-        losses.append(module.losses)
-    assert losses[0] == losses[1] and len(losses[0]) > 2
 
 
 def rows(**settings: Any) -> list[str]:

@@ -243,9 +243,6 @@ def test_exception_at_the_end_of_training_waits_for_nobody(tmp_path: Path) -> No
     assert not messages
 
 
-# -- nothing stays behind that somebody does not hold -----------------------------------------------------------------
-
-
 def train_and_test(row: str, averages: bool, folder: Path) -> list[weakref.ref[Any]]:
     """References to what a run was made of. A function of its own: ``save_hyperparameters`` has the frames that it
     looks through keep their variables."""

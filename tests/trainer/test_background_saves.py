@@ -30,8 +30,9 @@ from lightning_zero.trainer.saves.background_saves import BackgroundSaves
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from tests.harness import on_ranks
 from tests.selection import pairwise_places
+from tests.trainer import toys
 from tests.trainer.test_checkpoints import StateInLists
-from tests.trainer.toys import Fails, Lit, Odd, SavesAt, fit, loader, odd, on_rank_0, same, seeded, strategy_of, trainer
+from tests.trainer.toys import At, Fails, Lit, Odd, files, fit, loader, odd, on_rank_0, same, saves_at, seeded, trainer
 
 pytestmark = pytest.mark.full
 
@@ -42,7 +43,7 @@ CASES = [ALL[place] for place in pairwise_places(ALL)]
 
 
 def behind(root: Path, row: str = "zero3") -> ZeroStrategy:
-    return strategy_of(row, root, checkpoint={"name": "sharded", "background": True}, stall_timeout_s=30)
+    return toys.strategy_of(row, root, checkpoint={"name": "sharded", "background": True}, stall_timeout_s=30)
 
 
 def at_once() -> contextlib.AbstractContextManager[Any]:
@@ -82,8 +83,8 @@ class Gate:
 
     def __init__(self, first: str) -> None:
         self.first, self.opened, self.passed = first, threading.Event(), threading.Event()
-        self.opens = Callback()  # lets the thread copy when the next step, which waits for it, is under way
-        self.opens.on_train_batch_start = lambda of, *_: self.opened.set() if of.global_step == 3 else None
+        # Lets the thread copy when the next step, which waits for it, is under way.
+        self.opens = At("on_train_batch_start", {3: lambda _: self.opened.set()})
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -171,10 +172,10 @@ def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
         on.set()
 
     with mock.patch.object(os, "fsync", stuck):
-        callbacks = [SavesAt(tmp_path / "a.ckpt"), LambdaCallback(on_train_end=ends)]
+        callbacks = [saves_at(tmp_path / "a.ckpt"), LambdaCallback(on_train_end=ends)]
         run = fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
     assert len(run.losses) == 6 and verify.check(tmp_path / "a.ckpt").damage == []
-    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+    assert files(tmp_path) == ["a.ckpt"]
 
 
 @on_ranks(2)
@@ -201,9 +202,6 @@ def test_copies_are_of_what_changes_and_used_again(tmp_path: Path) -> None:
     assert all(verify.check(path).damage == [] for path in tmp_path.glob("*.ckpt"))
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 def full_disk(rank: int) -> Any:
     """The threads of one rank find the disk full."""
 
@@ -225,16 +223,15 @@ def full_disk(rank: int) -> Any:
 def test_failed_write_ends_all_ranks_and_keeps_the_file_before(step: int, rank: int, tmp_path: Path) -> None:
     """At a step that follows; at the end, where none follows. What had the name has it still."""
     path = tmp_path / "a.ckpt"
-    fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesAt(path)])
+    fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[saves_at(path)])
     before, module = content(path), seeded(Lit)
     says = r"a\.ckpt.* could not be written: .*No space left"
     with full_disk(rank), pytest.raises((OSError, RuntimeError), match=says):
         steps = 1000 if step == 2 else 6
-        fit(behind(tmp_path), tmp_path, module, max_epochs=400, callbacks=[SavesAt(path, step)], max_steps=steps)
+        fit(behind(tmp_path), tmp_path, module, max_epochs=400, callbacks=[saves_at(path, step)], max_steps=steps)
     assert len(module.losses) < 1000
     assert same(content(path), before)
-    dist.barrier()
-    assert [found.name for found in tmp_path.iterdir()] == ["a.ckpt"]
+    assert files(tmp_path) == ["a.ckpt"]
 
 
 @on_ranks(2)
@@ -251,12 +248,11 @@ def test_late_rank_after_a_failed_write_does_not_miss_the_part(tmp_path: Path) -
 
         begin(self, waits, path, key, wait_and_write, *rest, **settings)
 
-    saves = SavesAt(tmp_path / "a.ckpt")
+    saves = saves_at(tmp_path / "a.ckpt")
     failed = pytest.raises(Exception, match="No space left")
     with mock.patch.object(BackgroundSaves, "begin", late), full_disk(0), failed:
         fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=400, callbacks=[saves], max_steps=6)
-    dist.barrier()
-    assert not list(tmp_path.iterdir())
+    assert not files(tmp_path)
 
 
 @on_ranks(2)
@@ -266,7 +262,7 @@ def test_failed_save_by_the_clock_is_a_warning(tmp_path: Path) -> None:
     of, module = trainer(strategy, tmp_path, max_epochs=1), seeded(Lit)
     with full_disk(1), warns(r"hpc_ckpt_1\.ckpt.*No space left.* Training goes on"):
         of.fit(module, loader())
-    assert len(module.losses) == 6 and not list(tmp_path.iterdir())
+    assert len(module.losses) == 6 and not files(tmp_path)
 
 
 @on_ranks(2)
@@ -286,19 +282,17 @@ def test_save_after_a_failed_one_is_whole(rank: int, tmp_path: Path) -> None:
 
     callbacks = [LambdaCallback(on_train_batch_end=loses), saves]
     fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
-    dist.barrier()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["behind.ckpt", "now.ckpt"]
+    assert files(tmp_path) == ["behind.ckpt", "now.ckpt"]
     saves.assert_same()
 
 
 @on_ranks(2)
 def test_exception_of_training_leaves_the_save_to_its_end(tmp_path: Path) -> None:
     with Gate("any").watched(), pytest.raises(KeyError, match="planned"):
-        saves = SavesAt(tmp_path / "a.ckpt", 3)
+        saves = saves_at(tmp_path / "a.ckpt", 3)
         fit(behind(tmp_path), tmp_path, seeded(lambda: Fails(3)), max_epochs=1, callbacks=[saves])
-    dist.barrier()
+    assert files(tmp_path) == ["a.ckpt"]
     assert verify.check(tmp_path / "a.ckpt").damage == []
-    assert [found.name for found in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 @on_ranks(2)
@@ -315,8 +309,7 @@ def test_old_folders_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -
     save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
     with mock.patch.object(os, "fsync", look):
         fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[save], enable_checkpointing=True)
-    dist.barrier()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=6.ckpt"]
+    assert files(tmp_path) == ["last.ckpt", "step=6.ckpt"]
     assert (tmp_path / "last.ckpt").resolve().name == "step=6.ckpt"
     whole = [names for names in seen if names]
     assert whole and all("last.ckpt" in names for names in whole[2:])
@@ -351,7 +344,6 @@ def test_copies_that_one_rank_cannot_make_end_all(tmp_path: Path) -> None:
     fails = mock.patch.object(Snapshot, "__init__", not_here) if dist.get_rank() else contextlib.nullcontext()
     ends = pytest.raises((MemoryError, RuntimeError), match="no memory")
     with fails, mock.patch.object(Snapshot, "close", closed), ends:
-        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesAt(tmp_path / "a.ckpt")])
+        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[saves_at(tmp_path / "a.ckpt")])
     assert released == [True] or dist.get_rank()
-    dist.barrier()
-    assert not list(tmp_path.iterdir())
+    assert not files(tmp_path)

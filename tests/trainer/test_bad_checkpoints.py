@@ -28,7 +28,9 @@ from lightning_zero.engine import engine_of
 from lightning_zero.ranks.resume import OUTCOME_VARIABLE
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, Odd, assert_weights, fit, loader, on_rank_0, seeded, sharded, trainer, weights
+from tests.lightning_table.bench import variant
+from tests.trainer import toys
+from tests.trainer.toys import Lit, Odd, assert_weights, fit, loader, once, seeded, sharded, trainer, weights
 
 pytestmark = pytest.mark.full
 
@@ -52,22 +54,17 @@ class Renamed(Adam):
         self.tail = self._modules.pop("head")
 
 
-class TwoGroups(Lit):
-    def configure_optimizers(self) -> Any:
-        rest = [*self.first.parameters(), *self.head.parameters()]
-        return torch.optim.AdamW([{"params": list(self.blocks.parameters())}, {"params": rest}], lr=0.1)
+def stepping(*groups: slice, of: type = Lit) -> Any:
+    """Give a class of module whose optimizer has these trained parameters in its groups."""
+
+    def configure(module: Lit) -> torch.optim.Optimizer:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        return torch.optim.AdamW([{"params": trained[group]} for group in groups])
+
+    return variant(of, configure_optimizers=configure)
 
 
 NO_CHECKPOINT = r"expected a whole checkpoint, got .*a\.ckpt.*Give another one"
-
-
-def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def act(path: Path) -> None:
-        checkpoint = torch.load(path)
-        change(checkpoint)
-        torch.save(checkpoint, path)
-
-    return act
 
 
 def unchanged(path: Path) -> None: ...
@@ -92,14 +89,18 @@ LOADS: dict[str, tuple[Callable[[Path], Any], Callable[[], Any], str]] = {
         Lit,
         r"a\.ckpt: its optimizer is no SGD: it has the settings amsgrad, betas, eps and not dampening, momentum",
     ),
-    "other param groups": (unchanged, TwoGroups, r"a\.ckpt: its optimizer has param groups of \[16\] parameters"),
-    "other states": (
-        edit(lambda found: found["optimizer_states"][0]["state"][2].update(exp_avg=torch.ones(3))),
-        Adam,
-        r"a\.ckpt: its optimizer state 'exp_avg' of .* has shape \(3,\)",
+    "other param groups": (
+        unchanged,
+        stepping(slice(12), slice(12, None)),
+        r"a\.ckpt: its optimizer has param groups of \[16\] parameters",
+    ),
+    "other order": (
+        unchanged,
+        stepping(slice(None, None, -1)),
+        r"a\.ckpt: its optimizer state 'exp_avg' of head\.bias has shape \(8, 4\)",
     ),
     "weights only": (
-        edit(lambda found: found.pop("optimizer_states")),
+        lambda path: torch.save({k: v for k, v in torch.load(path).items() if k != "optimizer_states"}, path),
         Adam,
         r"^ckpt_path: expected a checkpoint with the states of optimizers, got .*a\.ckpt, which has weights only",
     ),
@@ -121,9 +122,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused_and_nothing_is_loaded(case
     path = tmp_path / "a.ckpt"
     saved = fit("zero3", tmp_path, seeded(Adam), max_epochs=1, count=12).trainer
     saved.save_checkpoint(path)
-    if dist.get_rank() == 0:
-        spoil(path)
-    dist.barrier()
+    once(lambda: spoil(path))
     module = seeded(make, seed=9)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     of = trainer("zero3", tmp_path, max_epochs=2)
@@ -139,24 +138,13 @@ def test_what_is_no_checkpoint_of_this_run_is_refused_and_nothing_is_loaded(case
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_trained_weights_stay_when_a_checkpoint_is_refused(form: str, tmp_path: Path) -> None:
     """Of a module that is sharded already, by a run before, and has placeholders."""
-
-    class Swapped(Odd):
-        def configure_optimizers(self) -> Any:
-            trained = [p for p in self.parameters() if p.requires_grad]
-            first = [trained[-1], *trained[1:3]]
-            return torch.optim.AdamW([{"params": first}, {"params": [trained[0], *trained[3:-1]]}])
-
-    class One(Odd):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad])
-
     path = tmp_path / "odd.ckpt"
     fit(sharded(checkpoint=form), tmp_path, seeded(Odd), max_epochs=1).trainer.save_checkpoint(path)
     cases: list[tuple[Any, str]] = [
         (Lit, r"got .*odd\.ckpt: the model lacks turned"),
         (lambda: Odd(width=6), r"got .*odd\.ckpt: first\.weight has shape"),
-        (Swapped, r"odd\.ckpt: its optimizer (has no|state)"),
-        (One, r"param groups of \[3, "),
+        (stepping(slice(-3, None), slice(-3), of=Odd), r"odd\.ckpt: its optimizer (has no|state)"),
+        (stepping(slice(None), of=Odd), r"param groups of \[3, "),
     ]
     for make, says in cases:
         of = fit(sharded(checkpoint=form), tmp_path, seeded(make), max_epochs=1, count=12).trainer
@@ -216,9 +204,7 @@ def test_code_in_a_file_runs_only_by_the_users_word(tmp_path: Path) -> None:
     """As under DDP, where nothing is said, and if ``weights_only=True`` is; in whatever is done with it."""
     path, ran = tmp_path / "bad.ckpt", tmp_path / "ran"
     fit("zero3", tmp_path).trainer.save_checkpoint(path)
-    if dist.get_rank() == 0:
-        torch.save({**torch.load(path), "extra": Runs(ran)}, path)
-    dist.barrier()
+    once(lambda: torch.save({**torch.load(path), "extra": Runs(ran)}, path))
     for strategy in ("ddp", "zero1", "zero3"):
         of = trainer(strategy, tmp_path)
         acts: list[Callable[[], Any]] = [
@@ -374,13 +360,12 @@ def test_files_of_ddp_are_checked_and_old_formats_and_addresses_are_not(tmp_path
     fit("ddp", tmp_path).trainer.save_checkpoint(path)
     dist.barrier()
     go_on(path, tmp_path, verify=True)
-    if dist.get_rank() == 0:
-        torch.save(torch.load(path), old, _use_new_zipfile_serialization=False)
+    once(lambda: torch.save(torch.load(path), old, _use_new_zipfile_serialization=False))
     flip(path)
     with pytest.raises(ConfigError, match="as it was written"):
         go_on(path, tmp_path, verify=True)
     of = trainer(ZeroStrategy("zero3", checkpoint={"verify": True}), tmp_path, max_epochs=3)
-    with on_rank_0(pytest.warns(UserWarning, match="no checksums")):
+    with toys.on_rank_0(pytest.warns(UserWarning, match="no checksums")):
         of.fit(seeded(Lit), loader(), ckpt_path=old)
     with pytest.raises(ConfigError, match=r"zero\.checkpoint\.verify: expected false for .*no local file"):
         go_on("memory://a.ckpt", tmp_path, verify=True)
@@ -391,10 +376,9 @@ def test_flipped_bit_of_a_folder_is_refused(tmp_path: Path) -> None:
     """In a tensor, it would load in silence."""
     path, strategy = tmp_path / "bad.ckpt", partial(sharded, checkpoint={"name": "sharded", "verify": True})
     fit(sharded(), tmp_path, seeded(Odd), max_epochs=1).trainer.save_checkpoint(path)
-    trainer(strategy(), tmp_path).test(seeded(Odd, 11), loader(), ckpt_path=path, verbose=False)
+    toys.loaded_weights(path, strategy(), tmp_path)
     places = ShardedFolder(path).index.storage_data
     place = next(place for key, place in places.items() if key.fqn == "state_dict.first.weight")
     flip(path / place.relative_path, place.offset + 720)
-    says = r"bad\.ckpt as it was written, got other values in .*state_dict\.first\.weight"
-    with pytest.raises(ConfigError, match=says):
-        trainer(strategy(), tmp_path).test(seeded(Odd, 11), loader(), ckpt_path=path, verbose=False)
+    with pytest.raises(ConfigError, match=r"bad\.ckpt as it was written, got other values in .*\.first\.weight"):
+        toys.loaded_weights(path, strategy(), tmp_path)

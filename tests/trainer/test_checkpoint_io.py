@@ -27,7 +27,7 @@ from lightning_zero.trainer.saves import kept_files
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.trainer.saves.kept_files import NoteJob
 from tests.harness import on_ranks
-from tests.trainer.toys import fit, trainer
+from tests.trainer.toys import files, fit, once, trainer
 
 pytestmark = pytest.mark.full
 
@@ -67,7 +67,7 @@ class Opens(Callback):
     """
 
     def __init__(self, io: Gated, folder: Path) -> None:
-        self.io, self.folder, self.seen, self.links = io, folder, list[str](), dict[str, bool]()
+        self.io, self.folder, self.seen = io, folder, dict[str, bool]()
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.is_global_zero and trainer.checkpoint_callback.best_model_path:
@@ -78,8 +78,7 @@ class Opens(Callback):
 
     def on_train_end(self, *_: Any) -> None:
         if not self.seen:
-            self.seen = sorted(p.name for p in self.folder.glob("*.ckpt"))
-            self.links = {p.name: p.exists() for p in self.folder.glob("*.ckpt") if p.is_symlink()}
+            self.seen = {path.name: path.exists() for path in self.folder.glob("*.ckpt")}
         self.io.open.set()
 
 
@@ -96,12 +95,11 @@ def test_old_file_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Path) 
         if n == 0:  # nothing waits
             writer.open.set()
         fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save, opens], plugins=[plugin])
-        dist.barrier()
-        assert sorted(p.name for p in folder.iterdir()) == ["last.ckpt", "step=6.ckpt"]
+        assert files(folder) == ["last.ckpt", "step=6.ckpt"]
         assert os.readlink(folder / "last.ckpt") == "step=6.ckpt"
     if dist.get_rank() == 0:
-        assert opens.seen == ["last.ckpt", "step=2.ckpt"]  # nothing had gone yet that was there
-        assert opens.links == {"last.ckpt": True}  # it leads to what is there
+        # Nothing had gone yet that was there, and the link leads to it.
+        assert opens.seen == {"last.ckpt": True, "step=2.ckpt": True}
         assert writer.count == 3
 
 
@@ -124,8 +122,7 @@ def test_link_last_leads_to_a_file_at_every_moment(tmp_path: Path) -> None:
     with mock.patch.multiple(os, remove=checked(os.remove), replace=checked(os.replace)):
         fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save])
     assert not broken
-    dist.barrier()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "step=6.ckpt"]
+    assert files(tmp_path) == ["last.ckpt", "step=6.ckpt"]
 
 
 @on_ranks(2)
@@ -137,8 +134,7 @@ def test_old_file_stays_when_the_new_one_fails(tmp_path: Path) -> None:
     settings |= {"enable_checkpointing": True, "plugins": [AsyncCheckpointIO(io)]}
     with pytest.raises(Exception, match="planned"):
         fit("zero3", tmp_path, callbacks=[save, Opens(io, tmp_path)], **settings)
-    dist.barrier()
-    assert [p.name for p in tmp_path.glob("*.ckpt")] == ["step=4.ckpt"]
+    assert files(tmp_path, "*.ckpt") == ["step=4.ckpt"]
     assert fit("zero3", tmp_path).losses  # these processes can train again
 
 
@@ -153,7 +149,7 @@ TOP: dict[str, dict[str, Any]] = {
 
 
 @contextlib.contextmanager
-def job(name: str) -> Any:
+def job_named(name: str) -> Any:
     with (
         mock.patch.object(resume, "job_name", lambda *_: name),
         mock.patch.object(kept_files, "job_name", lambda: name),
@@ -171,19 +167,14 @@ def train(root: Path, top: str, folder: str = "checkpoints", **settings: Any) ->
     return save, out.getvalue()
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("top", TOP)
 def test_checkpoints_left_by_a_killed_start_are_removed_by_the_next(top: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    with job("one"):
+    with job_named("one"):
         _, said = train(tmp_path, top, max_epochs=1)
-    kept = names(folder)
-    dist.barrier()
+    kept = set(files(folder))
     assert "removed" not in said
     gone = {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt"} - kept
     assert len(gone) == {"1": 2, "2 by metric": 1, "all": 0}[top], kept
@@ -196,11 +187,10 @@ def test_checkpoints_left_by_a_killed_start_are_removed_by_the_next(top: str, tm
         part.touch()
     dist.barrier()
     newest = (folder / "last.ckpt").resolve()
-    with job("one"):
+    with job_named("one"):
         _, said = train(tmp_path, top, max_epochs=2, max_steps=int(newest.stem[-1]) + 1, ckpt_path=newest)
-    assert kept - {"last.ckpt"} <= names(folder) | gone
-    assert "mine.ckpt" in names(folder) and (tmp_path / "step=2.ckpt").exists() and not part.exists()
-    assert not gone & names(folder)
+    assert (kept | {"mine.ckpt"}) - {"last.ckpt"} <= set(files(folder))
+    assert not gone & set(files(folder)) and (tmp_path / "step=2.ckpt").exists() and not part.exists()
     if dist.get_rank() == 0:
         removed = said.partition("removed what an earlier start of one has left: ")[2].strip()
         assert set(removed.split(", ")) == {part.name, *gone}
@@ -210,38 +200,35 @@ def test_checkpoints_left_by_a_killed_start_are_removed_by_the_next(top: str, tm
 @pytest.mark.parametrize("other", ["job", "folder", "no checkpoint"])
 def test_checkpoints_of_other_jobs_folders_and_runs_stay(other: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    with job("one"):
+    with job_named("one"):
         train(tmp_path, "1", max_epochs=1)
-    if dist.get_rank() == 0:
-        shutil.copy(folder / "last.ckpt", folder / "step=2.ckpt")
-    dist.barrier()
+    once(lambda: shutil.copy(folder / "last.ckpt", folder / "step=2.ckpt"))
     settings: dict[str, Any] = {"max_epochs": 2, "max_steps": 7, "ckpt_path": folder / "step=6.ckpt"}
     if other == "no checkpoint":
         settings |= {"max_steps": 1, "ckpt_path": None}
-    with job("two" if other == "job" else "one"):
+    with job_named("two" if other == "job" else "one"):
         train(tmp_path, "1", folder="others" if other == "folder" else "checkpoints", **settings)
-    assert {"step=2.ckpt", "step=6.ckpt"} <= names(folder)
+    assert {"step=2.ckpt", "step=6.ckpt"} <= set(files(folder))
 
 
 @on_ranks(2)
 def test_note_that_cannot_be_written_is_named_on_all_ranks(tmp_path: Path) -> None:
     full = mock.patch.object(kept_files, "note_file", side_effect=OSError(errno.ENOSPC, "No space left"))
     says = r"job_checkpoints\.jsonl: the file could not be written: .*No space left"
-    with job("one"), full, pytest.raises((OSError, RuntimeError), match=says):
+    with job_named("one"), full, pytest.raises((OSError, RuntimeError), match=says):
         train(tmp_path, "1")
-    dist.barrier()
-    assert not list(tmp_path.rglob("*.ckpt"))
+    assert not files(tmp_path, "**/*.ckpt")
 
 
 @on_ranks(2)
 def test_link_of_an_earlier_start_is_taken_over(tmp_path: Path) -> None:
     """The first checkpoint is saved before there is a link, and so does not know of it; nor is it kept for ever."""
     folder = tmp_path / "checkpoints"
-    with job("one"):
+    with job_named("one"):
         train(tmp_path, "1", max_epochs=1, max_steps=2)
-        assert names(folder) == {"last.ckpt", "step=2.ckpt"}
+        assert files(folder) == ["last.ckpt", "step=2.ckpt"]
         train(tmp_path, "1", max_epochs=1, max_steps=4, ckpt_path=folder / "step=2.ckpt")
-    assert names(folder) == {"last.ckpt", "step=4.ckpt"}
+    assert files(folder) == ["last.ckpt", "step=4.ckpt"]
     assert (folder / "last.ckpt").resolve() == folder / "step=4.ckpt"
 
 

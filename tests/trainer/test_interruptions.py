@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -31,7 +31,8 @@ from lightning_zero.ranks.resume import OUTCOME_VARIABLE
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, assert_weights, fit, loader, on_rank_0, optimizer_states, seeded, trainer, weights
+from tests.trainer import toys
+from tests.trainer.toys import Lit, assert_weights, files, fit, loader, optimizer_states, seeded, trainer, weights
 
 pytestmark = pytest.mark.full
 
@@ -127,10 +128,8 @@ def test_signal_in_evaluation_alone_requeues_and_saves_nothing(tmp_path: Path) -
     of = trainer("zero3", tmp_path, plugins=[slurm(tmp_path)])
     of.validate(seeded(lambda: Signalled(1, 0, "validation")), loader(), verbose=False)
     assert requeued(tmp_path) == ["requeue 77"]
-    assert not list(tmp_path.glob("*.ckpt"))
     of.save_checkpoint(tmp_path / "later.ckpt")
-    dist.barrier()
-    assert (tmp_path / "later.ckpt").exists()
+    assert files(tmp_path, "*.ckpt") == ["later.ckpt"]
 
 
 @on_ranks(2)
@@ -156,19 +155,16 @@ def test_sigterm_saves_and_leaves_and_requeues_nothing(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_steps_for_loggers_are_counted_as_without_interruption(tmp_path: Path) -> None:
     """In a job that is interrupted twice, of whose checkpoints the newest alone is kept: each holds the whole state."""
-    seen = []
-
-    class Watching(Signalled):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append((self.trainer.global_step, self.trainer.fit_loop.epoch_loop._batches_that_stepped))
-            return super().training_step(batch, batch_idx)
-
+    seen: list[Any] = []
+    look = LambdaCallback(
+        on_train_batch_start=lambda of, *_: seen.append((of.global_step, of.fit_loop.epoch_loop._batches_that_stepped))
+    )
+    settings: dict[str, Any] = {"limit_val_batches": 0, "plugins": [slurm(tmp_path)], "callbacks": [look]}
     for start, at in enumerate((1, EPOCH - 1), 1):
         with pytest.raises(SystemExit):
-            fit("zero3", tmp_path, seeded(lambda at=at: Watching(at)), limit_val_batches=0, plugins=[slurm(tmp_path)])
-        dist.barrier()
-        assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{start}.ckpt"]
-    fit("zero3", tmp_path, seeded(Watching), limit_val_batches=0, plugins=[slurm(tmp_path)])
+            fit("zero3", tmp_path, seeded(lambda at=at: Signalled(at)), **settings)
+        assert files(tmp_path, "hpc_ckpt_*") == [f"hpc_ckpt_{start}.ckpt"]
+    fit("zero3", tmp_path, seeded(Signalled), **settings)
     assert seen == [(step, step) for step in range(2 * EPOCH)]
 
 
@@ -274,14 +270,9 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
     """After each step here, between steps; one file is kept, and training goes on from it as if nothing had been."""
     whole = fit("zero3", tmp_path, limit_val_batches=0)
     kept: list[list[str]] = []
-
-    class Watching(Signalled):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            dist.barrier()
-            kept.append([p.name for p in tmp_path.glob("hpc_ckpt_*")])
-            return super().training_step(batch, batch_idx)
-
-    of, module, out = saves_by_the_clock(tmp_path, limit_val_batches=0), seeded(Watching), io.StringIO()
+    look = LambdaCallback(on_train_batch_start=lambda *_: kept.append(files(tmp_path, "hpc_ckpt_*")))
+    of, module = saves_by_the_clock(tmp_path, limit_val_batches=0, callbacks=[look]), seeded(Signalled)
+    out = io.StringIO()
     with contextlib.redirect_stdout(out):
         of.fit(module, loader())
     assert module.losses == whole.losses
@@ -299,8 +290,7 @@ def test_saves_by_the_clock_in_the_working_directory(tmp_path: Path) -> None:
     """Which may be written in two ways; what was saved is not removed as an older one."""
     os.chdir(tmp_path)
     saves_by_the_clock(Path(), max_epochs=1).fit(seeded(Lit), loader())
-    dist.barrier()
-    assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{EPOCH}.ckpt"]
+    assert files(tmp_path, "hpc_ckpt_*") == [f"hpc_ckpt_{EPOCH}.ckpt"]
 
 
 @on_ranks(2)
@@ -319,11 +309,10 @@ def test_failed_save_by_the_clock_is_a_warning(rank: int, make: Any, tmp_path: P
 
     of = saves_by_the_clock(tmp_path, **settings)
     says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training goes on"
-    with mock.patch.object(os, "pwrite", full), on_rank_0(pytest.warns(UserWarning, match=says)):
+    with mock.patch.object(os, "pwrite", full), toys.on_rank_0(pytest.warns(UserWarning, match=says)):
         of.fit(module, loader())
     assert module.losses == whole.losses
-    dist.barrier()
-    assert [p.name for p in tmp_path.iterdir()] == ["hpc_ckpt_2.ckpt"]
+    assert files(tmp_path) == ["hpc_ckpt_2.ckpt"]
 
 
 @on_ranks(2)
@@ -337,22 +326,17 @@ def test_failed_save_takes_no_room(tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return finish(*args, **kwargs)
 
-    class Looks(Lit):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            pass
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            maps = Path("/proc/self/maps")
-            held.append(maps.exists() and str(tmp_path) in maps.read_text())
-            return super().training_step(batch, batch_idx)
+    def look(*_: Any) -> None:
+        maps = Path("/proc/self/maps")
+        held.append(maps.exists() and str(tmp_path) in maps.read_text())
 
     held: list[bool] = []
+    looks = LambdaCallback(on_train_batch_start=look)
+    of = saves_by_the_clock(tmp_path, max_steps=2, limit_val_batches=0, callbacks=[looks])
     gc.disable()
     try:
         with mock.patch.object(Skeleton, "finish", fails):
-            saves_by_the_clock(tmp_path, max_steps=2, limit_val_batches=0).fit(
-                seeded(lambda: Looks(optimizer="adamw")), loader()
-            )
+            of.fit(seeded(lambda: Signalled(optimizer="adamw")), loader())
     finally:
         gc.enable()
     assert held == [False, False] and (count[0] > 1 or dist.get_rank())
@@ -450,26 +434,24 @@ def body(
     return of, module
 
 
+def place(of: Any) -> list[Any]:
+    loop = of.fit_loop.epoch_loop
+    return [of.global_step, of.current_epoch, loop._batches_that_stepped, loop.batch_progress.state_dict()]
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(("case", "scheduler"), WITH_SCHEDULERS)
 def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, scheduler: str, tmp_path: Path) -> None:
-    """Step for step, validation for validation."""
     at, settings = CASES[case]
     settings = settings | {"module": {"scheduler": scheduler}}
     _, whole = body(tmp_path, **settings)
     _, cut = body(tmp_path, at, **settings)
     first = next(i for i in range(at, -1, -1) if whole.validated[i][1] == 0)
     assert cut.validated[: first + EPOCH] == whole.validated[: first + EPOCH]
-    assert cut.losses == whole.losses[: len(cut.losses)]
     again, resumed = body(tmp_path, path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
-    assert cut.losses + resumed.losses == whole.losses
-    assert cut.rates + resumed.rates == whole.rates
-    assert cut.validated + resumed.validated == whole.validated
-    assert cut.evaluated + resumed.evaluated == whole.evaluated
-    assert again.global_step == whole.trainer.global_step and again.current_epoch == whole.trainer.current_epoch
-    loops = again.fit_loop.epoch_loop, whole.trainer.fit_loop.epoch_loop
-    assert loops[0]._batches_that_stepped == loops[1]._batches_that_stepped
-    assert loops[0].batch_progress.state_dict() == loops[1].batch_progress.state_dict()
+    for noted in ("losses", "rates", "validated", "evaluated"):
+        assert getattr(cut, noted) + getattr(resumed, noted) == getattr(whole, noted), noted
+    assert place(again) == place(whole.trainer)
     assert_weights(weights(again), weights(whole.trainer), tolerance=0)
     torch.testing.assert_close(optimizer_states(again), optimizer_states(whole.trainer), rtol=0, atol=0)
 
@@ -478,7 +460,6 @@ def test_run_resumed_after_a_validation_is_the_uninterrupted_one(case: str, sche
 @pytest.mark.parametrize("at", [0, 2, EPOCH - 1])
 def test_signal_in_training_takes_no_batch_and_moves_no_validation(at: int, tmp_path: Path) -> None:
     """Of a loader that knows its place; validations go by the number of all batches, over epochs."""
-
     settings: dict[str, Any] = {"module": {"where": "step"}, "check_val_every_n_epoch": None, "val_check_interval": 4}
     (_, whole), (_, cut) = body(tmp_path, **settings), body(tmp_path, at, **settings)
     assert len(cut.losses) == at + 1

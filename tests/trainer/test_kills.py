@@ -34,9 +34,9 @@ from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.data.resumable import ResumableLoader
 from lightning_zero.ranks import resume
 from lightning_zero.trainer import interruptions
-from lightning_zero.trainer.saves import kept_files
 from lightning_zero.trainer.saves.kept_files import NoteJob
 from tests.harness import Pool
+from tests.trainer.test_checkpoint_io import job_named
 from tests.trainer.toys import Dropping, Samples, seeded, strategy_of, trainer
 
 pytestmark = pytest.mark.full
@@ -110,8 +110,7 @@ def start(root: Path, job: Job, kill: Kill | None) -> None:
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     tempfile.tempdir = os.environ["TMPDIR"] = OTHER_DISK or tempfile.gettempdir()
-    name = mock.patch.object(resume, "job_name", lambda *_: "job")
-    with name, mock.patch.object(kept_files, "job_name", lambda: "job"), killed_at_call(kill, pids, root):
+    with job_named("job"), killed_at_call(kill, pids, root):
         newest = resume.checkpoint_of_job(root, [root / "checkpoints"])
         save = ModelCheckpoint(root / "checkpoints", "{step}", every_n_train_steps=1, save_top_k=1, save_last="link")
         saves = {"name": job.checkpoint, "background": job.writer == "behind"}

@@ -157,28 +157,23 @@ import lightning.pytorch as pl
 import lightning_zero
 import torch
 torch.set_num_threads(1)
-from tests.trainer.toys import Lit, Samples, _quiet
+from tests.trainer.toys import Fails, Samples, _quiet
 from torch.utils.data import DataLoader
 _quiet()
 strategy, failing = sys.argv[1:]
-
-class Scripted(Lit):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and failing in (str(self.global_rank), "each"):
-            raise KeyError("planned")
-        return super().training_step(batch, batch_idx)
 
 pl.seed_everything(3, verbose=False)
 trainer = pl.Trainer(
     strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False,
 )
-module, data = Scripted(), DataLoader(Samples(), batch_size=2)
+ranks = {"none": (), "each": (0, 1), "0": (0,), "1": (1,)}
+module, data = Fails(3, ranks[failing]), DataLoader(Samples(), batch_size=2)
 if failing == "each":
     try:
         trainer.fit(module, data)
     except KeyError:
-        failing = ""
+        module.ranks = ()
 trainer.fit(module, data, data)
 sys.stdout.write("done %d\\n" % trainer.global_rank)
 """

@@ -20,10 +20,10 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
-from tests.engine.test_compile import COUNT
 from tests.harness import on_ranks
 from tests.models import Does
 from tests.trainer import toys
+from tests.trainer.test_checkpoints import saves_at_epoch
 from tests.trainer.toys import ALL_STAGES, ByHand, Lit, assert_same, assert_weights, fit, loader, seeded, trainer
 
 
@@ -62,7 +62,6 @@ class NothingToLearn(Lit):
 @pytest.mark.sample
 @on_ranks(2)
 def test_rank_without_any_gradient_steps_with_the_others(tmp_path: Path) -> None:
-    """It steps with the others, on half of the other rank's gradient."""
     settings: dict[str, Any] = {"limit_val_batches": 0, "gradient_clip_val": 0.4}
     first, *others = [fit(stage, tmp_path, seeded(NothingToLearn), **settings) for stage in ALL_STAGES]
     for run in others:
@@ -151,34 +150,6 @@ def test_buffers_that_training_reads_are_rank_0s_as_under_ddp(tmp_path: Path) ->
         assert_same(body(stage), expected, what=stage)
 
 
-class Quiet(Lit):
-    """Steps that can be compiled: nothing is logged (``self.log`` fails inside of a graph under any strategy)."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.loss(batch)
-
-
-@pytest.mark.full
-@on_ranks(2)
-@pytest.mark.parametrize("row", ["zero0", "zero3", "zero3_offload_optimizer"])
-def test_compiled_module_trains_as_the_plain_one_with_a_graph_for_all_blocks(row: str, tmp_path: Path) -> None:
-    """``torch.compile(module)``. Other forms are the engine's."""
-    torch._dynamo.reset()
-    COUNT.graphs.clear()
-    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1, "limit_val_batches": 1}
-    plain = fit(toys.strategy_of(row), tmp_path, seeded(Quiet), **settings)
-    of, module = trainer(toys.strategy_of(row), tmp_path, **settings), seeded(Quiet)
-    of.fit(torch.compile(module, backend="counting"), loader(), loader())
-    found = toys.record(of, module)
-    found.weights = {name.replace("_orig_mod.", ""): value for name, value in found.weights.items()}
-    assert_same(found, plain, tolerance=0)
-    of.test(module, loader(), verbose=False)
-    assert COUNT.blocks() == 2  # in training and in evaluations
-
-
 # -- averages of weights, and pruning: what Lightning's table does not show of them -----------------------------------
 
 
@@ -204,12 +175,8 @@ def test_runs_go_on_from_averages_of_ddp_and_ddp_from_ours(saved_by: str, loaded
 @on_ranks(2)
 def test_checkpoint_without_averages_starts_both(tmp_path: Path) -> None:
     fit("zero3", tmp_path).trainer.save_checkpoint(tmp_path / "plain.ckpt")
-
-    def body(strategy: str) -> Any:
-        callbacks = [cb.EMAWeightAveraging(decay=0.8)]
-        return fit(strategy, tmp_path, max_epochs=3, callbacks=callbacks, ckpt_path=tmp_path / "plain.ckpt")
-
-    assert_same(body("zero3"), body("ddp"))
+    settings: dict[str, Any] = {"max_epochs": 3, "ckpt_path": tmp_path / "plain.ckpt"}
+    assert_same(*[fit(s, tmp_path, callbacks=[cb.EMAWeightAveraging(decay=0.8)], **settings) for s in ("zero3", "ddp")])
 
 
 @pytest.mark.full
@@ -227,16 +194,11 @@ def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "checkpoint"), [("zero1", "full"), ("zero3", "sharded")], ids=str)
 def test_stochastic_averaging_goes_on_from_its_file_as_under_ddp(stage: str, checkpoint: str, tmp_path: Path) -> None:
-    class Saves(cb.StochasticWeightAveraging):
-        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-            super().on_train_epoch_end(trainer, *args)
-            if trainer.current_epoch == 2:
-                trainer.save_checkpoint(saved)
-
     def body(strategy: Any, path: Path | None = None) -> Any:
         ema = lambda average, now, count: 0.9 * average + 0.1 * now  # noqa: E731
-        callback = Saves(0.02, swa_epoch_start=2, annealing_epochs=2, avg_fn=ema)
-        return fit(strategy, tmp_path, seeded(toys.WithBatchNorm), callbacks=[callback], max_epochs=5, ckpt_path=path)
+        averages = cb.StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2, avg_fn=ema)
+        callbacks = [averages, saves_at_epoch(saved, 2)]
+        return fit(strategy, tmp_path, seeded(toys.WithBatchNorm), callbacks=callbacks, max_epochs=5, ckpt_path=path)
 
     saved = tmp_path / "ddp.ckpt"
     body("ddp")
@@ -265,9 +227,6 @@ def test_random_masks_of_pruning_are_the_same_on_all_ranks(stage: str, tmp_path:
     callbacks = [cb.ModelPruning("random_unstructured", amount=0.4), cb.LambdaCallback(on_train_batch_start=look)]
     fit(stage, tmp_path, module, callbacks=callbacks)
     assert seen and all(seen)
-
-
-# -- what cannot work is refused with a reason and a way out ----------------------------------------------------------
 
 
 @on_ranks(2)
@@ -309,9 +268,6 @@ def test_compiled_module_without_a_compiler_is_refused_before_a_process_starts()
         with pytest.raises(ConfigError, match=r"torch\.compile: expected a C\+\+ compiler"):
             of.fit(torch.compile(Lit()), [])
         ZeroStrategy(3, compile={"name": "blocks", "arguments": {"backend": "eager"}})
-
-
-# -- ranks that are apart before there is an engine -------------------------------------------------------------------
 
 
 @pytest.mark.sample

@@ -180,9 +180,6 @@ def test_what_cannot_be_sharded_is_refused() -> None:
             lightning_zero.shard(module, stage=3)
 
 
-# -- with transformers and PEFT ---------------------------------------------------------------------------------------
-
-
 class Adapted(WithAdapters):
     def __init__(self, folder: Path, storage: str) -> None:
         super().__init__("llama", folder)

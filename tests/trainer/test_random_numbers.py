@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.data.resumable import ResumableLoader
 from lightning_zero.trainer.saves.random_numbers import KEY
 from tests.harness import on_ranks, run
-from tests.trainer.toys import Dropping, Samples, seeded, trainer
+from tests.trainer.toys import At, Dropping, Samples, seeded, trainer
 
 pytestmark = pytest.mark.full
 
@@ -106,21 +106,14 @@ def train(
     return module, of
 
 
-class Saves(Callback):
-    """Saves where users do."""
+def saves(root: Path) -> Callback:
+    """Save where users do."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def to(name: str) -> Any:
+        return lambda of, *_: of.save_checkpoint(root / f"{name}-{of.global_step}.ckpt")
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step in (2, STEPS + 1):
-            trainer.save_checkpoint(self.root / f"batch-{trainer.global_step}.ckpt")
-
-    def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(self.root / f"validation-{trainer.global_step}.ckpt")
-
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(self.root / "failed.ckpt")
+    in_epoch = lambda of, *_: of.global_step in (2, STEPS + 1) and to("batch")(of)  # noqa: E731
+    return LambdaCallback(on_train_batch_end=in_epoch, on_validation_end=to("validation"), on_exception=to("failed"))
 
 
 def assert_goes_on(path: Path, whole: Noisy, step: int, **settings: Any) -> None:
@@ -136,7 +129,7 @@ def assert_goes_on(path: Path, whole: Noisy, step: int, **settings: Any) -> None
 def test_run_resumed_at_the_end_of_an_epoch_draws_the_same_numbers(stage: str, tmp_path: Path) -> None:
     """With any loader that shuffles by torch's generator, here another order on each rank."""
     at_end = ModelCheckpoint(tmp_path, save_top_k=-1, filename="epoch-{step}", save_on_train_epoch_end=True)
-    whole, _ = train(tmp_path, resumable=False, stage=stage, callbacks=[at_end, Saves(tmp_path)])
+    whole, _ = train(tmp_path, resumable=False, stage=stage, callbacks=[at_end, saves(tmp_path)])
     for name, step in itertools.product(("epoch-step=", "validation-"), (STEPS, 2 * STEPS)):
         assert_goes_on(tmp_path / f"{name}{step}.ckpt", whole, step, resumable=False, stage=stage)
 
@@ -145,13 +138,12 @@ def test_run_resumed_at_the_end_of_an_epoch_draws_the_same_numbers(stage: str, t
 @on_ranks(2, full=[1, 3])
 def test_run_resumed_in_an_epoch_draws_the_same_numbers(tmp_path: Path) -> None:
     """Also from a step that has failed, and is done again."""
-    whole, _ = train(tmp_path, callbacks=[Saves(tmp_path)])
-    fails = Callback()
-    fails.on_before_backward = lambda of, *_: 1 / 0 if of.global_step == 2 else None
+    whole, _ = train(tmp_path, callbacks=[saves(tmp_path)])
+    fails = At("on_before_backward", {2: lambda _: 1 / 0})
     with pytest.raises(ZeroDivisionError):
-        train(tmp_path, callbacks=[Saves(tmp_path), fails])
+        train(tmp_path, callbacks=[saves(tmp_path), fails])
     later = STEPS + 1
-    for name, step in ((f"batch-{later}", later), ("batch-2", 2), (f"validation-{STEPS}", STEPS), ("failed", 2)):
+    for name, step in ((f"batch-{later}", later), ("batch-2", 2), (f"validation-{STEPS}", STEPS), ("failed-2", 2)):
         assert_goes_on(tmp_path / f"{name}.ckpt", whole, step)
 
 
@@ -205,11 +197,3 @@ def test_checkpoints_without_random_numbers_load(tmp_path: Path) -> None:
     module, _ = train(tmp_path, stage="ddp", ckpt_path=tmp_path / "ours.ckpt")
     assert module.losses == []
     trainer("zero3", tmp_path).test(module, DataLoader(Samples(8)), ckpt_path=tmp_path / "ours.ckpt", verbose=False)
-
-
-@on_ranks(2)
-def test_runs_that_do_not_resume_draw_as_under_ddp(tmp_path: Path) -> None:
-    for resumable in (False, True):
-        expected, _ = train(tmp_path, resumable=resumable, stage="ddp")
-        found, _ = train(tmp_path, resumable=resumable)
-        assert found.drawn == expected.drawn

@@ -25,21 +25,9 @@ from tests.engine.support import Model, Sharded, assert_equal, language_work
 from tests.harness import on_ranks
 from tests.trainer import toys
 from tests.trainer.test_checkpoints import Thaw, TrainsHead
-from tests.trainer.toys import Lit, Odd, Run, fit, loader, optimizer_states, same, seeded, trainer
+from tests.trainer.toys import At, Lit, Odd, Run, fit, loader, optimizer_states, same, seeded, trainer
 
 pytestmark = pytest.mark.full
-
-
-class At(Callback):
-    """Does something in a hook, each time the hook is called for the steps that are named."""
-
-    def __init__(self, hook: str, acts: dict[int, Callable[[pl.Trainer], None]]) -> None:
-        self.acts = dict(acts)
-        setattr(self, hook, self._act)
-
-    def _act(self, of: pl.Trainer, *_: Any, **__: Any) -> None:
-        if (act := self.acts.pop(of.global_step, None)) is not None:
-            act(of)
 
 
 def restage(stage: int | str | None = None, offload: Any = None) -> Callable[[pl.Trainer], None]:
@@ -133,9 +121,6 @@ def test_gradients_of_an_accumulation_window_are_kept(before: str, after: str, n
     assert done
     torch.testing.assert_close(found.losses, expected.losses, rtol=near, atol=near)
     toys.assert_weights(found.weights, expected.weights, tolerance=near)
-
-
-# -- what else holds shards, or is held by them -----------------------------------------------------------------------
 
 
 KINDS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], list[Callback]]]] = {

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -28,40 +27,23 @@ from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.trainer.saves.sharded_checkpoints import read
 from tests.harness import on_ranks, run_command
 from tests.trainer import toys
-from tests.trainer.toys import Lit, Odd, assert_weights, fit, loader, seeded, sharded, trainer, weights
+from tests.trainer.toys import Lit, Odd, assert_weights, files, fit, loader, seeded, sharded, trainer, weights
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
-
-
-class TwoNodes(LightningEnvironment):
-    """Ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
-
-    def node_rank(self) -> int:
-        return dist.get_rank() // 2
-
-    def local_rank(self) -> int:
-        return dist.get_rank() % 2
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
 
 
 @on_ranks(4)
 def test_one_of_two_replicas_is_written_and_the_other_layout_loads_it(tmp_path: Path) -> None:
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
     nodes: dict[str, Any] = {"devices": 2, "num_nodes": 2}
-
-    def layout(name: str) -> Any:
-        return sharded(comm={"hybrid_shard": name}, cluster_environment=TwoNodes())
-
-    for saves, loads, files in (("node", "flat", 2), ("flat", "node", 4)):
-        first, then, path = layout(saves), layout(loads), tmp_path / f"{saves}.ckpt"
+    for saves, loads, count in (("node", "flat", 2), ("flat", "node", 4)):
+        first, then = (sharded(comm={"hybrid_shard": layout}) for layout in (saves, loads))
+        path = tmp_path / f"{saves}.ckpt"
         saved = fit(first, tmp_path, seeded(lambda: Odd(width=64)), **nodes)
         saved.trainer.save_checkpoint(path)
         first.engine.release()
         # Of two replicas one, and each of its ranks.
-        assert sorted(p.name for p in path.glob("*.distcp")) == [f"__{rank}_0.distcp" for rank in range(files)]
+        assert files(path, "*.distcp") == [f"__{rank}_0.distcp" for rank in range(count)]
         of = trainer(then, tmp_path, **nodes)
         of.test(seeded(lambda: Odd(width=64), seed=11), loader(), ckpt_path=path, verbose=False)
         assert_weights(weights(of), saved.weights, tolerance=0)
@@ -112,9 +94,7 @@ def test_values_that_hooks_put_in_are_saved_and_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "a.ckpt").exists()
     run.module.reads = False
     run.trainer.save_checkpoint(tmp_path / "edited.ckpt")
-    of = trainer(sharded(), tmp_path)
-    of.test(seeded(EditsCheckpoint, seed=4), loader(), ckpt_path=tmp_path / "edited.ckpt", verbose=False)
-    found = weights(of)
+    found = toys.loaded_weights(tmp_path / "edited.ckpt", sharded(), tmp_path, seeded(EditsCheckpoint, seed=4))
     assert (found["head.bias"] == 7).all() and (found["first.weight"] == 2).all()
 
 
@@ -133,7 +113,7 @@ def test_extra_state_of_any_form_comes_back(tmp_path: Path) -> None:
         path, saved, loaded = tmp_path / f"{number}.ckpt", seeded(OwnState), seeded(OwnState)
         saved.value = value
         fit(sharded(), tmp_path, saved, max_steps=1, limit_val_batches=0).trainer.save_checkpoint(path)
-        trainer(sharded(), tmp_path).test(loaded, loader(), ckpt_path=path, verbose=False)
+        toys.loaded_weights(path, sharded(), tmp_path, loaded)
         assert str(loaded.value) == str(value)
 
 
@@ -166,16 +146,15 @@ def test_model_checkpoint_keeps_the_newest_folder_and_replaces_files(tmp_path: P
         ]
         of = fit(strategy, tmp_path, enable_checkpointing=True, callbacks=saves, limit_val_batches=0).trainer
         dist.barrier()
-    assert sorted(p.name for p in (tmp_path / "top").iterdir()) == ["last.ckpt", "step=12.ckpt"]
-    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["only.ckpt"]
+    assert files(tmp_path / "top") == ["last.ckpt", "step=12.ckpt"]
+    assert files(tmp_path / "weights") == ["only.ckpt"]
     assert all(path.is_dir() for path in (tmp_path / "top").iterdir())
     again = fit(sharded(), tmp_path, seeded(Lit, seed=4), max_epochs=3, ckpt_path=tmp_path / "top" / "last.ckpt")
     assert again.trainer.global_step == 18
     with pytest.raises(KeyError, match="weights_only"):
         fit(sharded(), tmp_path, max_epochs=3, ckpt_path=tmp_path / "weights" / "only.ckpt")
-    test = trainer(sharded("zero1"), tmp_path)
-    test.test(seeded(Lit, seed=4), loader(), ckpt_path=tmp_path / "weights" / "only.ckpt", verbose=False)
-    assert_weights(weights(test), weights(of), tolerance=0)
+    found = toys.loaded_weights(tmp_path / "weights" / "only.ckpt", sharded("zero1"), tmp_path, seeded(Lit, seed=4))
+    assert_weights(found, weights(of), tolerance=0)
 
 
 @on_ranks(1)
@@ -195,9 +174,6 @@ def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
     for act, says in acts:
         with pytest.raises(ConfigError, match=says):
             act()
-
-
-# -- FSDP2 and tools --------------------------------------------------------------------------------------------------
 
 
 class Adamw(Lit):
@@ -264,9 +240,7 @@ def test_dcp_loads_our_folder_and_ours_loads_dcps(tmp_path: Path) -> None:
     dcp_states.set_optimizer_state_dict(module, optimizer, optim_state_dict=state["optimizer_0"])
     assert_weights({k: v.full_tensor() for k, v in module.state_dict().items()}, saved.weights, tolerance=0)
     dcp.save(state, checkpoint_id=tmp_path / "theirs.ckpt")
-    if dist.get_rank() == 0:
-        (tmp_path / "theirs.ckpt" / "meta.pt").write_bytes((tmp_path / "ours.ckpt" / "meta.pt").read_bytes())
-    dist.barrier()
+    toys.once(lambda: shutil.copy(tmp_path / "ours.ckpt" / "meta.pt", tmp_path / "theirs.ckpt"))
     of = fit(sharded("zero2"), tmp_path, seeded(Adamw, 11), max_epochs=2, ckpt_path=tmp_path / "theirs.ckpt").trainer
     assert_weights(weights(of), saved.weights, tolerance=0)
     one, other = (read(tmp_path / f"{name}.ckpt", None)["optimizer_states"][0] for name in ("ours", "theirs"))

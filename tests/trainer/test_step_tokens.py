@@ -20,6 +20,7 @@ from lightning_zero import ZeroMonitor
 from lightning_zero.config import ConfigError
 from lightning_zero.trainer.precision import ZeroPrecision
 from tests.harness import on_ranks
+from tests.models import Model
 from tests.trainer.toys import Block, seeded, strategy_of, trainer, weights
 
 STEPS, TEXTS, LENGTH, VOCABULARY = 3, 24, 8, 11
@@ -78,11 +79,7 @@ class Reader(pl.LightningModule):
         self.head = nn.Linear(8, VOCABULARY)
         self.loss = loss
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    forward = Model.forward
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(self(batch[0]), batch[1])

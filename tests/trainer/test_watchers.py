@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import itertools
 import math
 import os
 import pickle
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -329,91 +325,3 @@ def test_read_on_rank_0_while_others_log_is_refused(tmp_path: Path) -> None:
         pool.kill()
     said = (tmp_path / "said").read_text()
     assert "All ranks must call this, or none" in said and "self.log(sync_dist=True)" in said
-
-
-LOOKS = {
-    "a histogram": lambda p: numpy.histogram(p.detach().cpu().numpy()),
-    "an array": lambda p: numpy.asarray(p.detach()),
-    "data": lambda p: p.data.cpu(),
-    "a list": lambda p: p.tolist(),
-    "a copy": lambda p: p.clone(),
-}
-
-
-class Histograms(Lit):
-    """Looks at a parameter and at its gradient outside of steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: dict[str, str] = {}
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        param = self.blocks[0].up.weight
-        for what, look in LOOKS.items():
-            for of, tensor in (("parameter", param), ("gradient", param.grad)):
-                try:
-                    found = torch.as_tensor(look(tensor)[0] if what == "a histogram" else look(tensor))
-                    self.said[f"{of}: {what}"] = "" if bool(found.isfinite().all()) else "NaN"
-                except RuntimeError as error:
-                    self.said[f"{of}: {what}"] = str(error)
-        self.said["printed"] = f"{param} {param.grad}"
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_look_outside_of_a_step_is_true_or_refused_with_the_way(stage: str, tmp_path: Path) -> None:
-    module = seeded(Histograms)
-    fit(stage, tmp_path, module, max_epochs=1)
-    assert "nan" not in module.said.pop("printed")
-    for what, said in module.said.items():
-        if "gradient" in what or stage == "zero1":
-            assert said == "", what
-        else:
-            assert "lightning_zero.gather" in said, what
-    for look in LOOKS.values():
-        look(module.blocks[0].up.weight.detach())
-
-
-class Watches(Lit):
-    """Has frozen, unused and tied parameters, and one of one element; notes all norms in every hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hooks, self.norms = list[tuple[str, bool]](), list[dict[str, float]]()
-        self.blocks.append(toys.Block(8))
-        self.blocks[0].up.weight.requires_grad_(False)
-        self.blocks[1].norm.weight = self.blocks[0].norm.weight
-        self.unused = nn.Linear(3, 5)
-        for hook in ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"):
-            setattr(self, hook, partial(self._note, hook))
-
-    def _note(self, hook: str, *_: Any) -> None:
-        norms = {}
-        for norm_type in (1, 2, 3.5, "inf"):
-            norms |= {name: value.item() for name, value in grad_norm(self, norm_type).items()}
-        for name, grad in ((name, p.grad) for name, p in self.named_parameters() if p.grad is not None):
-            norms[f"own {name}"] = grad.norm().item()
-            norms[f"values {name}"] = (grad * torch.arange(grad.numel()).view_as(grad)).mean().item()
-            norms[f"vector {name}"] = torch.linalg.vector_norm(grad.detach(), 1).item()
-        self.hooks.append((hook, not self.trainer.fit_loop.epoch_loop._should_accumulate()))
-        self.norms.append(norms)
-
-
-@pytest.mark.sample
-@on_ranks(2)
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_norms_in_every_hook_are_ddps(micro_batches: int, tmp_path: Path) -> None:
-    """Of all types, before and after clipping, at every stage."""
-    settings: dict[str, Any] = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": 0.05, "max_epochs": 1}
-    ddp = fit("ddp_find_unused_parameters_true", tmp_path, seeded(Watches), **settings)
-    hooks, norms = ddp.module.hooks, ddp.module.norms
-    assert not any("unused" in name or "blocks.0.up.weight" in name for name in norms[1])
-    assert any(norms[at] for at, (hook, _) in enumerate(hooks) if hook == "on_before_zero_grad") and len(hooks) > 6
-    for stage in ALL_STAGES:
-        run = fit(stage, tmp_path, seeded(Watches), **settings)
-        assert_same(run, ddp, what=stage)
-        assert run.module.hooks == hooks
-        # From stage 2 on no rank has its own gradient any more: the average's of what has come so far is shown.
-        shown = [synced or stage in ("zero0", "zero1") for _, synced in hooks]
-        found, expected = (list(itertools.compress(noted, shown)) for noted in (run.module.norms, norms))
-        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6, msg=lambda text, at=stage: f"{at}: {text}")

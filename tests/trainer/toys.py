@@ -140,7 +140,7 @@ class Frozen(Odd):
 
 
 class ByHand(Lit):
-    """Manual optimization: one backward, and a step of each optimizer. ``split`` gives each its parameters."""
+    """Manual optimization: one backward, and a step of each optimizer."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -192,15 +192,20 @@ class Fails(Lit):
         return loss
 
 
-class SavesAt(Callback):
-    """Saves after the step ``step``."""
+class At(Callback):
+    """Does something in a hook, each time the hook is called for the steps that are named."""
 
-    def __init__(self, path: Path, step: int = 2) -> None:
-        self.path, self.step = path, step
+    def __init__(self, hook: str, acts: dict[int, Callable[[pl.Trainer], Any]]) -> None:
+        self.acts = dict(acts)
+        setattr(self, hook, self._act)
 
-    def on_train_batch_end(self, of: Any, *_: Any) -> None:
-        if of.global_step == self.step:
-            of.save_checkpoint(self.path)
+    def _act(self, of: pl.Trainer, *_: Any, **__: Any) -> None:
+        if (act := self.acts.pop(of.global_step, None)) is not None:
+            act(of)
+
+
+def saves_at(path: Path, step: int = 2) -> At:
+    return At("on_train_batch_end", {step: lambda of: of.save_checkpoint(path)})
 
 
 OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
@@ -305,6 +310,13 @@ def weights(of: pl.Trainer) -> dict[str, Tensor]:
     return of.strategy.broadcast(of.strategy.lightning_module_state_dict() if engine is None else engine.state_dict())
 
 
+def loaded_weights(path: Path, strategy: Any, root: Path, module: Any = None) -> dict[str, Tensor]:
+    """Whole weights in an evaluation that has loaded ``path`` into ``module`` (default: :func:`other_weights`)."""
+    of = trainer(strategy, root)
+    of.test(other_weights() if module is None else module, loader(), ckpt_path=path, verbose=False)
+    return weights(of)
+
+
 def optimizer_states(of: pl.Trainer) -> list[dict[str, Any]]:
     """On all ranks: every optimizer's state dict, on all ranks."""
     engine = engine_of(of.lightning_module)
@@ -383,3 +395,18 @@ def same(a: Any, b: Any) -> bool:
 def on_rank_0(context: Any) -> Any:
     """``context`` on rank 0, and nothing elsewhere: as for a warning that rank 0 alone gives."""
     return context if dist.get_rank() == 0 else contextlib.nullcontext()
+
+
+def once(act: Callable[[], Any]) -> None:
+    """Rank 0 acts, and the others wait for it."""
+    if dist.get_rank() == 0:
+        act()
+    dist.barrier()
+
+
+def files(folder: Path, pattern: str = "*") -> list[str]:
+    """Sorted names of what is in a folder: when all ranks are here, and before one goes on."""
+    dist.barrier()
+    found = sorted(path.name for path in folder.glob(pattern))
+    dist.barrier()
+    return found
