@@ -156,9 +156,6 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
         assert not loaded, f"{name} loads {loaded}"
 
 
-# -- coming from elsewhere ----------------------------------------------------------------------------------------
-
-
 def test_every_argument_of_others_is_answered() -> None:
     fsdp = (FSDPStrategy.__init__, ModelParallelStrategy.__init__, FullyShardedDataParallel.__init__, fully_shard)
     for other, calls in {"fsdp": fsdp, "deepspeed": (DeepSpeedStrategy.__init__,)}.items():

@@ -63,9 +63,6 @@ def test_workers_with_many_threads_are_replaced(monkeypatch: pytest.MonkeyPatch)
     assert not set(run(2, os.getpid)) & set(before)
 
 
-# -- the selection of cases -------------------------------------------------------------------------------------------
-
-
 PAIRED = [{"a": a, "b": b, "c": c, "d": d} for a, b, c, d in itertools.product("xyz", "pq", (1, 2, 3), (True, False))]
 
 

@@ -50,9 +50,6 @@ def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 2 and "expected a folder, got '/nowhere'" in capsys.readouterr().err
 
 
-# -- rows that are tried ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_rows_pass_and_leave_no_files(tmp_path: Path) -> None:
     command = ("python", "-m", "lightning_zero.env", "--check", "--disk", tmp_path)

@@ -55,9 +55,6 @@ def test_a_gpu_without_a_number_is_the_current_one() -> None:
     assert with_index(torch.device("cpu")) == torch.device("cpu")
 
 
-# -- memory of reductions that are over -------------------------------------------------------------------------------
-
-
 CPU = torch.device("cpu")
 
 

@@ -149,9 +149,6 @@ def test_small_steps_are_not_lost() -> None:
     assert moved[True] == pytest.approx(200 * 2**-14, rel=0.1)
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(1)
 def test_where_nothing_is_rounded_and_other_optimizers_are_refused() -> None:
     slices = {"precision": STOCHASTIC, "optimizer_settings": {"sharding": "slices"}}

@@ -361,9 +361,6 @@ def test_a_parameter_keeps_all_that_it_carries_on_its_way_to_another_device(
     assert type(weight) is Marked
 
 
-# -- refused ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("trainable", [True, False])
 @STAGES
 def test_a_parameter_around_other_tensors_is_refused_by_name_and_class(stage: int, trainable: bool) -> None:

@@ -76,9 +76,6 @@ def test_a_limit_below_one_is_refused() -> None:
         OptimizerConfig(skip_nonfinite=0)
 
 
-# -- the Trainer ------------------------------------------------------------------------------------------------------
-
-
 class Poisoned(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

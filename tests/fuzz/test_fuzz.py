@@ -40,9 +40,6 @@ def test_random_programs_train_like_the_plain_twin(count: int) -> None:
         run()
 
 
-# -- broken engines ---------------------------------------------------------------------------------------------------
-
-
 def gradients_are_sums() -> None:
     """They are not divided by the number of ranks."""
     take = BucketGrads.take

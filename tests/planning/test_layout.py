@@ -102,9 +102,6 @@ def test_split_by_bytes_keeps_order_and_limit(nbytes: list[int], limit: int) -> 
         assert sum(nbytes[i] for i in earlier) + nbytes[following[0]] > limit
 
 
-# -- boxes ------------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def ranges(draw: Any) -> tuple[list[int], list[int], int, int]:
     shape = draw(st.lists(st.integers(1, 5), max_size=4))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -229,6 +230,14 @@ def test_tensors_own_their_memory(tmp_path: Path) -> None:
     run.trainer.save_checkpoint(tmp_path / "big.ckpt")
     nbytes = sum(value.nbytes for value in run.weights.values())
     assert os.path.getsize(tmp_path / "big.ckpt") < 2 * nbytes * 1.3  # weights and momentum
+
+
+def test_files_with_callbacks_hold_nothing_that_runs(tmp_path: Path) -> None:
+    callbacks: list[Any] = [EMAWeightAveraging(), pl.callbacks.EarlyStopping("val")]
+    callbacks.append(pl.callbacks.ModelCheckpoint(tmp_path, save_last=True))
+    module = seeded(lambda: Lit(optimizer="adamw", scheduler="onecycle"))
+    fit("zero1", tmp_path, module, callbacks=callbacks, enable_checkpointing=True, precision="bf16-mixed")
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"]
 
 
 def _keys(path: Path) -> Iterable[str]:
