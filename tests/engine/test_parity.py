@@ -101,6 +101,7 @@ def test_transports_agree() -> None:
         assert_equal(direct, _history(stage, comm={"transport": "plain"}), tolerance=tolerance)
 
 
+@on_ranks(1)
 def test_a_bucket_holds_reduce_bucket_bytes_at_most() -> None:
     with Sharded(Model(), stage=3, reduce_bucket_bytes=2048) as side:
         sizes = [[4 * info.numel for info in bucket.params] for bucket in side.engine.buckets]
