@@ -30,11 +30,9 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 def sgd(params: Any) -> Optimizer:
     params = list(params)
-    # The engine takes the fused kernel by itself where it can; in bf16 that of torch 2.13 is wrong on the CPU, which
-    # computes for emulated GPUs too.
-    fused = all(p.dtype is torch.float32 for p in params) or None
-    foreach = True if fused is None and DEVICE != "cpu" else None
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, fused=fused, foreach=foreach)
+    # In bf16 the fused kernel of torch 2.13 is wrong on a CPU, which computes for emulated GPUs too.
+    kernel = "fused" if all(p.dtype is torch.float32 for p in params) else "foreach"
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, **{kernel: True})
 
 
 def adamw(params: Any) -> Optimizer:
