@@ -204,6 +204,7 @@ GRADS, BUCKET = f"{UNITS}grad_store.", f"{UNITS}bucket.Bucket."
 DEVICE, HOST, OFFLOADED, ALONE = Case(), Case(3, "optimizer_cpu"), Case(3, "cpu"), Case(3, "optimizer_cpu", ranks=1)
 CLIPPED, EAGER = (Step(clips=True),) * 3, Case(3, "cpu", worker="eager")
 EVALUATES = Case(1, "optimizer_cpu", steps=(Step(evaluates=True),) * 3, worker="eager")
+LEVELS = Case(3, precision="bf16", nodes=2, settings=FLAT)
 RECOMPUTES = Case(blocks=6, settings={"activation_checkpointing": "offload"})
 INPUTS = "lightning_zero.engine.passes.recompute._InputsOfBlock."
 LOOKS, CLIPS, ADDS, UNFILLED = (
@@ -229,11 +230,7 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "compute, for the sum of a norm": (COMMUNICATOR + "_run", run_without_waiting, Case(steps=CLIPPED)),
     "the second half of an all-reduce": (COMMUNICATOR + "_rest_in_stream", gather_what_is_not_summed, Case(0)),
     "the sum over the nodes": (COMMUNICATOR + "_issue_sum", sum_alone, Case(3, nodes=2)),
-    "the sum over nodes, for those within them": (
-        COMMUNICATOR + "_sum_nodes",
-        sum_nodes_elsewhere,
-        Case(3, precision="bf16", nodes=2, settings=FLAT),
-    ),
+    "the sum over nodes, for those within them": (COMMUNICATOR + "_sum_nodes", sum_nodes_elsewhere, LEVELS),
     "inputs of a block, for their copy to the host": (INPUTS + "leave", leave_at_once, RECOMPUTES),
     "a block that is computed again, for its inputs": (INPUTS + "unpack", take_inputs_at_once, RECOMPUTES),
     "others, for a unit arriving here": (UNITS + "unit.Unit.serve", serve_what_is_on_its_way, DEVICE, serves_others),
