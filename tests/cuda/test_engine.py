@@ -90,8 +90,7 @@ def test_training_with_inputs_on_the_host_equals_the_twin(
 
 @on_ranks(1)
 def test_inputs_on_the_host_serve_a_second_backward_and_no_change() -> None:
-    one = {"stage": 3, "activation_checkpointing": "offload", "unit": {"classes": ["Block"]}}
-    with Sharded(Model(depth=1), **one) as side:
+    with Sharded(Model(depth=1), stage=3, activation_checkpointing="offload", unit={"classes": ["Block"]}) as side:
         for step in range(4):  # the block before is that of another graph, which is gone
             accumulate(side, step, 2)
             language_loss(side.module, tokens(step))  # a graph that is dropped

@@ -232,6 +232,7 @@ def test_tensors_own_their_memory(tmp_path: Path) -> None:
     assert os.path.getsize(tmp_path / "big.ckpt") < 2 * nbytes * 1.3  # weights and momentum
 
 
+@on_ranks(2)
 def test_files_with_callbacks_hold_nothing_that_runs(tmp_path: Path) -> None:
     callbacks: list[Any] = [EMAWeightAveraging(), pl.callbacks.EarlyStopping("val")]
     callbacks.append(pl.callbacks.ModelCheckpoint(tmp_path, save_last=True))
