@@ -264,7 +264,6 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     shards = (under_way * b.itemsizes.reduce // b.wire_itemsize(count) // b.layout.world_size for b in brought)
     filling = max(by_unit(trainable, filled), default=0)
     own = [size for size, bucket in zip(sizes, trainable, strict=True) if bucket.reduces_apart(count)]
-
     received = limits.has_link * max((received_nbytes(b, limits) for b in trainable if b.exchanges(count)), default=0)
     return min(sum(own), min(sum(own), under_way) + filling) + min(all_shards, max(shards, default=0)) + received
 

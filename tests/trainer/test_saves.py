@@ -12,7 +12,6 @@ import errno
 import itertools
 import os
 import pickle
-import resource
 import threading
 import time
 import zipfile
@@ -40,6 +39,7 @@ from lightning_zero.ranks import progress as long_work
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.saves import range_saves
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
+from tests.checkpoint.test_durable import full_disk
 from tests.harness import Pool, on_ranks
 from tests.trainer import toys
 from tests.trainer.test_checkpoints import StateInLists
@@ -167,16 +167,6 @@ def raising(code: int) -> Any:
 
 
 @contextlib.contextmanager
-def files_stay_small(nbytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@contextlib.contextmanager
 def disk_is_full() -> Iterator[None]:
     fails = raising(errno.ENOSPC)
     with mock.patch.object(os, "pwrite", fails), mock.patch.object(sharded_save._RankFile, "_write", fails):
@@ -188,7 +178,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
     "disk full, rank 0": (disk_is_full, (0,), "No space left"),
     "disk full, rank 1": (disk_is_full, (1,), "No space left"),
     "disk full at fsync": (lambda: mock.patch.object(os, "fsync", raising(errno.ENOSPC)), (0, 1), "No space left"),
-    "too large": (lambda: files_stay_small(1000), (0,), "File too large"),
+    "too large": (lambda: full_disk(1000), (0,), "File too large"),
     "read-only": (lambda: mock.patch.object(durable, "_open_part", raising(errno.EROFS)), (0, 1), "Read-only file"),
     "a file in the way": (nullcontext, (0, 1), "FileExistsError|File exists|Not a directory"),
 }
