@@ -337,7 +337,8 @@ def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: s
         for side in (sharded, twin):
             train(side, range(3), unused_head)
         own, expected = state_of(sharded), twin.optimizer.state_dict()
-        settings = [[{**group, "fused": None} for group in state["param_groups"]] for state in (own, expected)]
+        kernel = {"fused": None, "foreach": None}
+        settings = [[{**group, **kernel} for group in state["param_groups"]] for state in (own, expected)]
         assert settings[0] == settings[1]
         for number, param in enumerate(sharded.module.parameters()):
             shaped = {k: v[: param.numel()].view(param.shape) for k, v in expected["state"][number].items() if v.dim()}
