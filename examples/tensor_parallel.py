@@ -48,9 +48,7 @@ class DigitsNet(LightningModule):
         styles = {name: ColwiseParallel() for name in ("q", "k", "v", "up")}
         for block in self.blocks:
             parallelize_module(
-                block,
-                self.device_mesh["tensor_parallel"],
-                styles | {"o": RowwiseParallel(), "down": RowwiseParallel()},
+                block, self.device_mesh["tensor_parallel"], styles | {"o": RowwiseParallel(), "down": RowwiseParallel()}
             )
 
     def forward(self, images: Tensor) -> Tensor:

@@ -181,10 +181,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
         check_picture(extras["picture"])
     fit_trainer(config)
     described = describe(
-        config,
-        train.explicit_keys(),
-        states=extras["optimizer_states"],
-        activations=extras["activations"],
+        config, train.explicit_keys(), states=extras["optimizer_states"], activations=extras["activations"]
     )
     model, machine = described.model, find_machine(asked, config)
     check_groups(config.zero, machine.world_size)

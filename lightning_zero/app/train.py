@@ -36,14 +36,7 @@ from lightning_zero.app.jobs import (
     keep_work,
     slurm_plugins,
 )
-from lightning_zero.app.overrides import (
-    FULL_ERROR,
-    check_keys,
-    explain,
-    explain_flag,
-    hydra_prints,
-    hydra_raises,
-)
+from lightning_zero.app.overrides import FULL_ERROR, check_keys, explain, explain_flag, hydra_prints, hydra_raises
 from lightning_zero.app.parts import (
     OUR_DATA,
     TEXT_DATA,

@@ -532,13 +532,7 @@ class Communicator:
             raise
 
     def _count(
-        self,
-        kind: str,
-        label: str,
-        full: Tensor,
-        total_dtype: torch.dtype | None = None,
-        *,
-        of_node: bool = False,
+        self, kind: str, label: str, full: Tensor, total_dtype: torch.dtype | None = None, *, of_node: bool = False
     ) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1

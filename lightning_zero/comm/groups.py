@@ -21,6 +21,10 @@ from lightning_zero.ranks.waits import Waits
 # nothing else ends a device that hangs.
 DEVICE_TIMEOUT_S = 3600.0
 
+# A gloo group of more ranks connects them when they first send to each other. In smaller ones a rank notices at once
+# that any other rank is gone.
+EAGER_RANKS = 64
+
 OPERATIONS = (
     "all_gather",
     "node_gather",
@@ -119,7 +123,7 @@ def host_backend(parent: Any) -> str:
 def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: float = 0.0) -> Any:
     name = f"lightning_zero: {name}"
     # Synchronize among members only; otherwise all ranks of the default group would have to call this.
-    with _made_when_used():
+    with _connected_when_used(len(ranks)):
         group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, backend=backend)
     # gloo's operations fail for good at their group's timeout, but patient waits must go on. So the timeout is out of
     # reach, and every wait has its own bound (``ranks/waits.py``).
@@ -132,15 +136,21 @@ def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: f
 
 
 @contextlib.contextmanager
-def _made_when_used() -> Iterator[None]:
-    """Let NCCL connect a group that is made in the body at its first message. If the default group is bound to a
-    device, NCCL would connect it at once, by a split that needs all ranks of the default group."""
+def _connected_when_used(ranks: int) -> Iterator[None]:
+    """Let a group of `ranks` that is made in the body connect two ranks at their first message. Else NCCL connects the
+    group at once if the default group is bound to a device, by a split that needs all ranks of that group; and gloo
+    opens a socket to each rank of a large group, where its rings use two."""
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
+    sets_gloo = ranks > EAGER_RANKS and "TORCH_GLOO_LAZY_INIT" not in os.environ
     try:
+        if sets_gloo:
+            os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
         yield
     finally:
         default.bound_device_id = bound
+        if sets_gloo:
+            del os.environ["TORCH_GLOO_LAZY_INIT"]
 
 
 class _Parent(NamedTuple):

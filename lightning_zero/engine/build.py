@@ -25,13 +25,7 @@ from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import Context, InputsOnHost, Recomputation, UnitForward, check_blocks
 from lightning_zero.engine.units import describe
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.engine.vertical.units import (
-    UnitInChunks,
-    Vertical,
-    check_divided,
-    units_around,
-    whole_batch_units,
-)
+from lightning_zero.engine.vertical.units import UnitInChunks, Vertical, check_divided, units_around, whole_batch_units
 from lightning_zero.timeline.record import check_timeline
 
 

@@ -181,12 +181,7 @@ class Engine:
             agree_on_sources(sources or {}, group, waits)
             topology = capacity.find_topology(groups, config, group, device, node, waits)
             self.comm = Communicator(
-                group,
-                device,
-                transport=config.comm.transport,
-                topology=topology,
-                waits=waits,
-                long_work=long_work,
+                group, device, transport=config.comm.transport, topology=topology, waits=waits, long_work=long_work
             )
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             self.tiers, rows = capacity.make_tiers(groups, config, self.comm, _instances(), share)

@@ -63,11 +63,7 @@ class Checkpoints(CheckpointFiles):
     # -- save -----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self,
-        path: Any,
-        state: Mapping[str, Any],
-        storage_options: Any | None = None,
-        filter: Filter | None = None,
+        self, path: Any, state: Mapping[str, Any], storage_options: Any | None = None, filter: Filter | None = None
     ) -> None:
         """Save the modules, optimizers and other objects in ``state``. Raise on all ranks if writing fails. Collective.
 

@@ -133,10 +133,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         """Shard ``module`` in place; return it in a ZeroModule. Raise ConfigError on all ranks if it fails.
         Collective."""
         engine = shard(
-            module,
-            config=with_precision(self.config, self.precision.row),
-            device=self.root_device,
-            node=self._node,
+            module, config=with_precision(self.config, self.precision.row), device=self.root_device, node=self._node
         )
         self._set_up.append(weakref.ref(engine))
         with engine.passes.fence.lowered():

@@ -142,12 +142,7 @@ def _lift(layouts: dict[str, _Layout], stays_local: StaysLocal | None, module: n
         leaf = module._parameters[key]
         assert leaf is not None
         module.__dict__[key] = DTensor.from_local(
-            leaf,
-            layout.mesh,
-            [layout.placement],
-            run_check=False,
-            shape=layout.shape,
-            stride=layout.strides,
+            leaf, layout.mesh, [layout.placement], run_check=False, shape=layout.shape, stride=layout.strides
         )
 
 

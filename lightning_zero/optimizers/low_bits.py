@@ -124,11 +124,7 @@ class Format:
         return out
 
     def narrow(
-        self,
-        values: Tensor,
-        part: Tensor,
-        noise: Sequence[Stretch] | None = None,
-        scratch: Scratch | None = None,
+        self, values: Tensor, part: Tensor, noise: Sequence[Stretch] | None = None, scratch: Scratch | None = None
     ) -> None:
         """Encode fp32 ``values`` [n] into the stored elements ``part``. Overwrites ``values``.
 
@@ -404,12 +400,7 @@ class NarrowStep:
             self.state["step"] = torch.tensor(float(self.step))
 
     def _piece(
-        self,
-        optimizer: Optimizer,
-        before: Mapping[str, Any],
-        memory: _Memory,
-        low: int,
-        high: int,
+        self, optimizer: Optimizer, before: Mapping[str, Any], memory: _Memory, low: int, high: int
     ) -> dict[str, Any]:
         part, wide = self.run[low:high], torch.promote_types(self.run.dtype, torch.float32)
         piece = part if part.dtype == wide else memory.buffer("param", high - low, wide).copy_(part)

@@ -7,13 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_zero.config import (
-    ConfigError,
-    HybridShard,
-    Offload,
-    OffloadConfig,
-    Stage,
-)
+from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConfig, Stage
 from lightning_zero.planning import memory
 from lightning_zero.planning.activations import Activations, ByBatchSize, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, place
@@ -122,12 +116,7 @@ class Advice:
 
 
 def plan_row(
-    model: Model,
-    stage: Stage,
-    offload: Offload,
-    machine: Machine,
-    settings: OffloadConfig,
-    rates: Rates | None = None,
+    model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig, rates: Rates | None = None
 ) -> Row:
     """Plan the memory, and with ``rates`` the time, of a stage and offload setting. ``settings``: budgets for auto."""
     try:

@@ -311,12 +311,7 @@ def open_store(address: str, port: int, *, rank: int, timeout: timedelta, wait_s
     limit = min(wait_s, ELSEWHERE_S) if elsewhere else wait_s
     try:
         store = dist.TCPStore(
-            address,
-            port,
-            is_master=serves,
-            timeout=timedelta(seconds=limit),
-            wait_for_workers=False,
-            multi_tenant=True,
+            address, port, is_master=serves, timeout=timedelta(seconds=limit), wait_for_workers=False, multi_tenant=True
         )
     except (dist.DistError, RuntimeError) as error:
         raise StartError(_no_store(error, address, ip, port, limit, serves=serves, elsewhere=elsewhere)) from error

@@ -35,7 +35,7 @@ class HostPages:
     Raises ConfigError if the pages cannot be pinned, OSError if there is no address space."""
 
     def __init__(self, nbytes: int, accelerator: Accelerator = HOST) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.accelerator = nbytes, accelerator
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
             with contextlib.suppress(OSError):  # a sandbox's kernel may know neither
@@ -43,7 +43,7 @@ class HostPages:
         # A tensor made under inference mode could never be used in training.
         with torch.inference_mode(False):
             self.bytes: Tensor = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-        self._pinned_for: Accelerator | None = None
+        self._pinned = False
         if accelerator.has_streams and nbytes:
             self.bytes.zero_()  # faults the pages in on all cores; pinning would use one
             try:
@@ -52,9 +52,9 @@ class HostPages:
                 self.close()
                 raise ConfigError(
                     f"zero.offload: expected to pin {nbytes} bytes of host memory, got {error}. Allow this process to "
-                    "lock memory (ulimit -l), or lower zero.offload.host_budget."
+                    "lock memory (ulimit -l), lower zero.offload.host_budget, or drop zero.checkpoint.background."
                 ) from error
-            self._pinned_for = accelerator
+            self._pinned = True
 
     def tensor(self, start: int, dtype: torch.dtype, numel: int) -> Tensor:
         """Return a view of ``numel`` elements from byte ``start`` on. ``start`` is a multiple of the element size."""
@@ -64,10 +64,10 @@ class HostPages:
     def close(self) -> None:
         """Unpin the memory and drop this object's reference to it. The memory is unmapped with its last view."""
         # Unpin before the unmapping below: afterwards the addresses may belong to other memory.
-        if self._pinned_for is not None:
-            self._pinned_for.synchronize()  # queued copies may still read it
-            self._pinned_for.unpin(self.bytes)
-            self._pinned_for = None
+        if self._pinned:
+            self.accelerator.synchronize()  # queued copies may still read it
+            self.accelerator.unpin(self.bytes)
+            self._pinned = False
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 

@@ -105,10 +105,7 @@ class Processes:
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Return DistributedSampler's arguments. Ranks that share a sequence or a batch get the same samples."""
         sharing = self.config.sequence_parallel * self.config.tensor_parallel
-        return {
-            "num_replicas": self.num_nodes * self.num_processes // sharing,
-            "rank": self.global_rank // sharing,
-        }
+        return {"num_replicas": self.num_nodes * self.num_processes // sharing, "rank": self.global_rank // sharing}
 
     @property
     def _node(self) -> str | None:

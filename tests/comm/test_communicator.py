@@ -35,7 +35,7 @@ from lightning_zero.comm.transports import (
 )
 from lightning_zero.config import Transport as TransportName
 from lightning_zero.planning.topology import by_part, flat, in_levels, rounds_of
-from lightning_zero.ranks.waits import StallError
+from lightning_zero.ranks.waits import StallError, Waits
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
 
@@ -365,11 +365,23 @@ def test_a_group_is_made_without_a_split_of_the_default_group() -> None:
         default.bound_device_id = None
 
 
+@on_ranks(4)
+def test_a_large_group_opens_no_socket_before_its_first_message() -> None:
+    opened = []
+    for eager in (4, 3):
+        with mock.patch.object(groups, "EAGER_RANKS", eager):
+            before = len(os.listdir("/proc/self/fd"))
+            group = make_group(range(4), "a test", "gloo")
+            opened.append(len(os.listdir("/proc/self/fd")) - before)
+        assert agreements.gather_on(group, dist.get_rank(), Waits(group, stall_timeout_s=60), "a test") == [0, 1, 2, 3]
+    assert opened[0] - opened[1] == 3 and "TORCH_GLOO_LAZY_INIT" not in os.environ
+
+
 @pytest.mark.parametrize(("stall_timeout_s", "expected"), [(300.0, 3600.0), (7200.0, 14400.0)])
 def test_messages_on_a_device_may_wait_as_long_as_hosts_do(stall_timeout_s: float, expected: float) -> None:
     """torch's own timeout of NCCL's groups is ten minutes: it would end ranks that wait with patience."""
     with (
-        mock.patch.object(groups, "_made_when_used", contextlib.nullcontext),
+        mock.patch.object(groups, "_connected_when_used", contextlib.nullcontext),
         mock.patch.object(dist, "new_group", lambda *_, **__: "group"),
         mock.patch.object(dist.distributed_c10d, "_set_pg_timeout") as set_timeout,
     ):

@@ -224,7 +224,7 @@ def is_saved_before_a_step(
             while thread.is_alive():  # a worker that is lazy steps as soon as this thread joins another
                 time.sleep(0.001)
             thread.join()
-    kept.snapshot.close()
+    kept.close()
     train_step(Step(), engine, model, optimizer)
 
 

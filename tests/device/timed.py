@@ -124,13 +124,7 @@ class Predicted(NamedTuple):
 
 
 def predict(
-    row: str,
-    tokens: float,
-    *,
-    precision: str = "bf16",
-    clips: bool = False,
-    micro_batches: int = 1,
-    ranks: int = 1,
+    row: str, tokens: float, *, precision: str = "bf16", clips: bool = False, micro_batches: int = 1, ranks: int = 1
 ) -> Predicted:
     """A step of stage 3, with ``tokens`` on one rank."""
     steps = 2

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.engine.whole.values import Range, Value, own_parts
+from lightning_zero.tiers.pages import HostPages
 
 
 class KeptRanges:
@@ -17,8 +18,14 @@ class KeptRanges:
         for part in self._parts:
             assert part.storage is not None
             sources.setdefault(part.storage, []).append(part.source)
-        self.snapshot = Snapshot(sources, engine.comm.streams, [])
+        self.spare: list[HostPages] = []
+        self.snapshot = Snapshot(sources, engine.comm.streams, self.spare)
 
     def __iter__(self) -> Iterator[Range]:
         for value, start, source, _ in self._parts:
             yield Range(value, start, self.snapshot.read(source))
+
+    def close(self) -> None:
+        self.snapshot.close()
+        while self.spare:
+            self.spare.pop().close()

@@ -157,7 +157,7 @@ def kept_is_what_was_there(rank: int, ranks: int, stage: str, offload: str) -> N
             train(engine, optimizer, batch(number, ranks))
         thread.join()
         found = taken(kept)
-        kept.snapshot.close()
+        kept.close()
         assert found.keys() == expected.keys()
         for value, own in found.items():
             assert torch.equal(own, expected[value]), (first, value)

@@ -27,10 +27,7 @@ transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file
 logging.getLogger("transformers").setLevel(logging.ERROR)
 transformers.utils.logging.disable_progress_bar()  # which leaves a thread
-pytestmark = [
-    pytest.mark.sample,
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
-]
+pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")]
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}

@@ -272,7 +272,7 @@ def test_what_is_kept_is_read_behind_a_step(stage: int, row: str, dtype: str, tm
             expected = info.flattened(before[info.fqn + (f".{value.name}" if value.name else "")])
             assert torch.equal(values, expected[start : start + len(values)]), (info.fqn, value)
             seen.add(value.name)
-        kept.snapshot.close()
+        kept.close()
         assert seen >= set(MOMENTS)
 
 

@@ -88,10 +88,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "slopes": (slopes, lambda m, batch: (torch.arange(1.0, ROWS + 1) / ROWS,)),
     "a cache of rotations": (rotates, lambda m, batch: (m.cache[:ROWS],)),
     "under dropout": (drops, made_of("rows")),
-    "beside several of the batch": (
-        weighs,
-        lambda m, batch: (batch[:, 0, 0], (batch[..., 0] > 0).float(), m.rows * 1),
-    ),
+    "beside several of the batch": (weighs, lambda m, batch: (batch[:, 0, 0], (batch[..., 0] > 0).float(), m.rows * 1)),
     "a table of the batch": (attends, lambda m, batch: (torch.cat([batch[1:, 0], batch[:1, 0]]),)),
     "a result": (gives_table, made_of("rows")),
 }

@@ -199,6 +199,7 @@ def test_copies_are_of_what_changes_and_used_again(tmp_path: Path) -> None:
     buckets = strategy.engine.buckets
     least = 8 * sum(info.numel for bucket in buckets for info in bucket.params)  # a master, and SGD's momentum
     assert least <= total.item() <= 8 * sum(bucket.layout.numel for bucket in buckets)
+    assert strategy._checkpoints.background.spare == []  # given back at the end
     assert all(verify.check(path).damage == [] for path in tmp_path.glob("*.ckpt"))
 
 

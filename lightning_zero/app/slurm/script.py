@@ -105,10 +105,7 @@ def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
     image, here = shlex.quote(cluster.container), shlex.quote(str(folder))
     mounts = ",".join([f"{folder}:{folder}", *cluster.container_mounts])
     if cluster.container_runtime is ContainerRuntime.pyxis:
-        return [
-            f"--container-image={image}",
-            f"--container-mounts={shlex.quote(mounts)} --container-workdir={here}",
-        ]
+        return [f"--container-image={image}", f"--container-mounts={shlex.quote(mounts)} --container-workdir={here}"]
     gpus = "--nv " if cluster.gpus_per_node else ""
     return [f"apptainer exec {gpus}--bind {shlex.quote(mounts)} --pwd {here} {image}"]
 

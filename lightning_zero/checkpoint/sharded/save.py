@@ -30,15 +30,15 @@ from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.progress import SILENT, Count, LongWork
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.limits import available_host_memory
-from lightning_zero.tiers.pages import byte_view
+from lightning_zero.tiers.pages import HostPages, byte_view
 
 
 class Behind(NamedTuple):
-    """What a save in the background needs. ``begin`` starts the writing thread. ``spare``: buffers for copies."""
+    """What a save in the background needs. ``begin`` starts the writing thread. ``spare``: memory for copies."""
 
     begin: Callable[..., None]
     streams: Streams
-    spare: list[Tensor]
+    spare: list[HostPages]
 
 
 def save_folder(
@@ -126,7 +126,7 @@ def _why_not(behind: Behind, items: Sequence[Item]) -> str:
     wanted = slices_of(items)
     if any(isinstance(storage, FileStorage) for storage in wanted):
         return "what is saved rests in files"
-    available = available_host_memory() + sum(memory.nbytes for memory in behind.spare)
+    available = available_host_memory() + sum(pages.nbytes for pages in behind.spare)
     return "there is no host memory for a copy of what is saved" if Snapshot.nbytes(wanted) > available else ""
 
 

@@ -49,11 +49,7 @@ class Reducer:
     """Issues reductions in one order on all ranks and adds their results to the gradient stores."""
 
     def __init__(
-        self,
-        buckets: Iterable[Bucket],
-        comm: Communicator,
-        issued: IssuedReductions,
-        max_in_flight_nbytes: int,
+        self, buckets: Iterable[Bucket], comm: Communicator, issued: IssuedReductions, max_in_flight_nbytes: int
     ) -> None:
         """``max_in_flight_nbytes``: bound on the buffers of unfinished reductions. Exceeded where a wait could hang."""
         self.comm = comm

@@ -25,14 +25,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.engine.passes.containers import Args, Kwargs
-from lightning_zero.engine.passes.grad_norms import (
-    GradNorms,
-    alike,
-    parts_of_shards,
-    refuse_whole,
-    slots_of,
-    views_of,
-)
+from lightning_zero.engine.passes.grad_norms import GradNorms, alike, parts_of_shards, refuse_whole, slots_of, views_of
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
@@ -265,11 +258,7 @@ class ShardedGrads:
     """Owns the gradients of one engine as users see them: one :class:`ShardedGrad` per parameter, made once."""
 
     def __init__(
-        self,
-        reducer: Reducer,
-        after_step: AfterStep,
-        forget_failed: Callable[[], None],
-        most_overflows: int | None,
+        self, reducer: Reducer, after_step: AfterStep, forget_failed: Callable[[], None], most_overflows: int | None
     ) -> None:
         """``most_overflows``: skipped steps in a row that raise (``zero.optimizer.skip_nonfinite``), or None."""
         self._reducer, self._grads = reducer, reducer.grads

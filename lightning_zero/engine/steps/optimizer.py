@@ -428,10 +428,7 @@ class ShardedOptimizer(Stepper):
         return self._stochastic and run.tensor.dtype is torch.bfloat16
 
     def _step_in_pieces(
-        self,
-        optimizer: Optimizer,
-        runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]],
-        memory: PieceMemory,
+        self, optimizer: Optimizer, runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]], memory: PieceMemory
     ) -> None:
         """Step `runs` a chunk of elements at a time, as they need another dtype, low-bit state, or scaled gradients."""
         shadow = shadow_of(self.optimizer)

@@ -64,11 +64,9 @@ class AwaitedStep:
         """Wait for the step, and raise its error if it failed."""
         if self.future is not None:
             # The future of a failed step stays, so that later waits raise too: masters are half stepped.
-            if self.future.done():
+            waits = not self.future.done()
+            with recording.stands("step", "offloaded step", on_host=True) if waits else _AT_ONCE:
                 self.future.result()
-            else:
-                with recording.stands("step", "offloaded step", on_host=True):
-                    self.future.result()
             self.future = self.event = None
 
 

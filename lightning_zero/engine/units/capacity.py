@@ -27,15 +27,7 @@ from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role, place
 from lightning_zero.planning.memory import Moment
-from lightning_zero.planning.placement import (
-    OFFLOADS,
-    STAGES,
-    Budgets,
-    Tier,
-    TierRow,
-    default_budgets,
-    split_by_budget,
-)
+from lightning_zero.planning.placement import OFFLOADS, STAGES, Budgets, Tier, TierRow, default_budgets, split_by_budget
 from lightning_zero.planning.topology import (
     EXCHANGE_MAX_RANKS,
     Topology,

@@ -42,11 +42,7 @@ _DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
 # Choices of zero/precision that gather and use parameters in a lower dtype than that of the masters.
 AUTOCAST_DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 # Choices of zero/precision with one dtype for everything.
-TRUE_DTYPES = {
-    Precision.bf16_true: torch.bfloat16,
-    Precision.fp16_true: torch.float16,
-    Precision.fp64: torch.float64,
-}
+TRUE_DTYPES = {Precision.bf16_true: torch.bfloat16, Precision.fp16_true: torch.float16, Precision.fp64: torch.float64}
 
 
 @dataclass(frozen=True, slots=True)

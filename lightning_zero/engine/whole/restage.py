@@ -179,12 +179,7 @@ def _make_tiers(
 # -- the move ---------------------------------------------------------------------------------------------------------
 
 
-def _move_all(
-    engine: Engine,
-    plans: Sequence[BucketPlan],
-    known: Sequence[Entries],
-    follow: Sequence[Follow],
-) -> None:
+def _move_all(engine: Engine, plans: Sequence[BucketPlan], known: Sequence[Entries], follow: Sequence[Follow]) -> None:
     number = 0
     for unit in engine.units:
         for bucket in unit.buckets:

@@ -9,30 +9,35 @@ from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage, ResidentStorage
-from lightning_zero.tiers.pages import HostPages
+from lightning_zero.tiers.pages import HOST, HostPages
 
 
 class _Span:
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole
         self.start, self.stop = len(whole), 0
-        self.copy: Tensor | None = None
+        self.pages: HostPages | None = None
 
     @property
     def values(self) -> Tensor:
         return self.whole[self.start : self.stop].detach()
+
+    @property
+    def copy(self) -> Tensor:
+        assert self.pages is not None
+        return self.pages.tensor(0, self.whole.dtype, self.values.numel()).view(self.values.shape)
 
 
 class Snapshot:
     """Copies to the host what the slices in ``wanted`` hold now: at once if user code can change it, else in
     :meth:`stage`.
 
-    Writes to the storages wait for :meth:`stage` or :meth:`close`. ``spare`` has buffers of earlier snapshots for
+    Writes to the storages wait for :meth:`stage` or :meth:`close`. ``spare`` has memory of the snapshot before for
     reuse: new memory would double the time of a copy.
     """
 
     def __init__(
-        self, wanted: Mapping[MasterStorage, Sequence[FlatSlice]], streams: Streams, spare: list[Tensor]
+        self, wanted: Mapping[MasterStorage, Sequence[FlatSlice]], streams: Streams, spare: list[HostPages]
     ) -> None:
         self._streams, self._spare = streams, spare
         self._spans: dict[int, _Span] = {}
@@ -59,28 +64,23 @@ class Snapshot:
         accelerator.bind_thread()
         with self._streams.on("d2h", after=self._made):
             for span in self._spans.values():
-                if span.copy is None:
+                if span.pages is None:
                     self._copy(span)
             arrived = self._streams.mark()
         accelerator.wait_on_host(arrived)
         self._copied.set_result(None)
 
     def _copy(self, span: _Span) -> None:
-        span.copy = self._memory_for(span.values).copy_(span.values, non_blocking=True)
-
-    def _memory_for(self, values: Tensor) -> Tensor:
-        for place, memory in enumerate(self._spare):
-            if (memory.shape, memory.dtype) == (values.shape, values.dtype):
-                return self._spare.pop(place)
-        if values.device.type == "cpu":
-            # Filling large pages takes half the time.
-            return HostPages(values.nbytes).tensor(0, values.dtype, values.numel()).view(values.shape)
-        return self._streams.accelerator.host_memory(values.shape, values.dtype)
+        # Not torch's pinned memory, which is rounded up to a power of two.
+        accelerator = HOST if span.whole.device.type == "cpu" else self._streams.accelerator
+        size = span.values.nbytes, accelerator
+        fits = [place for place, pages in enumerate(self._spare) if (pages.nbytes, pages.accelerator) == size]
+        span.pages = self._spare.pop(fits[0]) if fits else HostPages(*size)
+        span.copy.copy_(span.values, non_blocking=True)
 
     def read(self, part: FlatSlice) -> Tensor:
         """Return the copied values of ``part`` [numel] on the host, valid until :meth:`close`."""
         span = self._spans[id(part.whole)]
-        assert span.copy is not None
         low, high = part.rows
         return part.of(span.copy[low - span.start : high - span.start])
 
@@ -89,5 +89,7 @@ class Snapshot:
         if not self._copied.done():
             self._copied.set_result(None)
         if self._spans:
-            self._spare[:] = [span.copy for span in self._spans.values() if span.copy is not None]
+            for pages in self._spare:
+                pages.close()
+            self._spare[:] = [span.pages for span in self._spans.values() if span.pages is not None]
             self._spans = {}

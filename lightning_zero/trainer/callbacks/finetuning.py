@@ -16,11 +16,7 @@ class _EqualIfSame(TorchFunctionMode):
     """Lets ``torch.equal`` compare a sharded parameter by identity."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.equal and any(engine.units.owns(args[0]) for engine in engines()):
             return args[0] is args[1]

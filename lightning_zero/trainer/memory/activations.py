@@ -146,12 +146,7 @@ class _Recorder:
 
 
 def measure(
-    module: pl.LightningModule,
-    batch: Any,
-    config: ZeroConfig,
-    precision: Precision,
-    *,
-    trainer: Any = None,
+    module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
 ) -> Activations:
     """Return the activations of one forward and backward of ``module``, by measuring them. ``module`` must not be
     sharded yet, can be on meta, and stays unchanged.

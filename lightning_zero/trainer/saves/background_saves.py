@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_zero.checkpoint.durable import naming
 from lightning_zero.device.host_threads import set_own_threads
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.progress import SILENT, Count, LongWork
 from lightning_zero.ranks.waits import Waits
+from lightning_zero.tiers.pages import HostPages
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class _Failure(NamedTuple):
 
 class BackgroundSaves:
     """Runs a strategy's background saves, one at a time. ``may_fail``: whether training goes on if the save fails,
-    equal on all ranks. ``spare``: buffers that the next save reuses for its copies of shards."""
+    equal on all ranks. ``spare``: memory that the next save reuses for its copies of shards."""
 
     def __reduce__(self) -> Any:
         return type(self), ()  # a copied strategy starts without saves
@@ -59,7 +59,7 @@ class BackgroundSaves:
         self._hurry = threading.Event()
         self._name = ""
         self._count: Count | None = None
-        self.spare: list[Tensor] = []
+        self.spare: list[HostPages] = []
         self.may_fail = False
 
     @property
@@ -156,3 +156,8 @@ class BackgroundSaves:
             self.wait(long_work)
         except Exception as error:
             rank_zero_warn(str(error))
+
+    def close(self) -> None:
+        """Free the memory of copies. No save may be under way."""
+        while self.spare:
+            self.spare.pop().close()

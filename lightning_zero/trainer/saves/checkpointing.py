@@ -32,14 +32,7 @@ from lightning_zero.engine.whole.state_dicts import (
 )
 from lightning_zero.engine.whole.values import FakeTensors
 from lightning_zero.engine.whole.whole_params import shard_again
-from lightning_zero.lightning_api import (
-    LightningOptimizer,
-    NoOptimizer,
-    TrainerFn,
-    TrainerStatus,
-    pl,
-    rank_zero_info,
-)
+from lightning_zero.lightning_api import LightningOptimizer, NoOptimizer, TrainerFn, TrainerStatus, pl, rank_zero_info
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.trainer.callbacks import averaging
@@ -54,13 +47,7 @@ from lightning_zero.trainer.saves.checkpoint_fits import (
     of_lightning,
     warn_of_overruled,
 )
-from lightning_zero.trainer.saves.checkpoint_io import (
-    after_writes,
-    async_writer,
-    remove,
-    wait_for_writes,
-    writes_files,
-)
+from lightning_zero.trainer.saves.checkpoint_io import after_writes, async_writer, remove, wait_for_writes, writes_files
 from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.saves.random_numbers import Saved, saved_ranks
 from lightning_zero.trainer.saves.range_saves import RangeSave
@@ -356,10 +343,13 @@ class Checkpoints:
         return pairs
 
     def end(self) -> None:
-        if Ended.failed:
-            self.background.wait_alone(self._strategy._long_work)
-        else:
-            self.finish_writes()
+        try:
+            if Ended.failed:
+                self.background.wait_alone(self._strategy._long_work)
+            else:
+                self.finish_writes()
+        finally:
+            self.background.close()
         try:
             if (writer := async_writer(self._strategy.checkpoint_io)) is not None:
                 writer.teardown()

@@ -110,11 +110,7 @@ def read(
 
 
 def _values(
-    folder: ShardedFolder,
-    record: Mapping[str, Any],
-    weights_only: bool | None,
-    of_trainer: bool,
-    long_work: LongWork,
+    folder: ShardedFolder, record: Mapping[str, Any], weights_only: bool | None, of_trainer: bool, long_work: LongWork
 ) -> dict[str, Any]:
     named: Sequence[str] = record.get("named", ())
     flat: dict[str, Any] = {}
