@@ -249,7 +249,6 @@ class _InputsOfBlock:
         tensors = [torch.empty_like(kept.host, device=self._streams.accelerator.device) for kept in away]
         with self._streams.on("h2d"), recording.span("h2d", "activations"):
             for kept, tensor in zip(away, tensors, strict=True):
-                self._streams.wait(kept.came)
                 kept.device = tensor.copy_(kept.host, non_blocking=True)
                 kept.returns = self._streams.mark()
         self._streams.hold(self, away[-1].returns)  # a graph that is dropped would free what is still written to
