@@ -41,6 +41,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
         """Run the backward, and reduce all gradients before this returns. Collective."""
         engines: Sequence[Engine] = self.strategy.engines_of_backward(model)
         if self.scaler is not None:
+            self._overflowed.clear()  # of a step that was left out
             tensor = tensor * self.scaler.scale
         with contextlib.ExitStack() as scopes:
             for engine in engines:

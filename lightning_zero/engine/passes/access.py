@@ -265,18 +265,30 @@ class Fence:
     def __init__(self, buckets: Sequence[Bucket], in_pass: Callable[[], bool]) -> None:
         self._buckets, self._in_pass = buckets, in_pass
         self._lowered = False
+        self.passing_on = ""  # the call whose code may pass parameters on, but not use their values; empty: none
 
     @property
     def is_lowered(self) -> bool:
         return self._lowered
 
     @contextlib.contextmanager
-    def lowered(self) -> Iterator[None]:
-        previous, self._lowered = self._lowered, True
+    def lowered(self, passing_on: str = "") -> Iterator[None]:
+        previous = self._lowered, self.passing_on
+        self._lowered, self.passing_on = True, passing_on
         try:
             yield
         finally:
-            self._lowered = previous
+            self._lowered, self.passing_on = previous
+
+    def refuse_use(self, info: ParamInfo, operation: str) -> None:
+        """Raise a RuntimeError for ``operation`` in a call that may only pass parameters on."""
+        if self.passing_on:
+            raise RuntimeError(
+                f"{info.fqn}: expected that code in {self.passing_on} of a sharded module passes parameters on, or "
+                f"their detach(), got {operation!r}, which would use a placeholder. Change the tensors of the state "
+                "dict instead; or save and load the module's own state_dict() inside `with "
+                "lightning_zero.gather(module):`, on all ranks, where parameters have their values."
+            )
 
     def refuse(self, what: str) -> None:
         """Raise a RuntimeError if ``what``, a use of the module (``state_dict()``, say), would see placeholders."""
@@ -311,6 +323,9 @@ class Access:
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
         if self._fence.is_lowered:
+            if self._fence.passing_on and operation == "detach":
+                return params[0]  # the parameter itself, so that a use of the result is seen too
+            self._fence.refuse_use(self._place_of(params[0]).info, operation)
             return run()
         brought = self._bring(params, operation)
         # Outside of ``outside_autograd``: the caller's grad mode says whether autograd will save weights.
@@ -328,18 +343,22 @@ class Access:
         return self._place_of(param).info.strides
 
     def hands_out(self, param: nn.Parameter) -> None:
-        if self._fence.is_lowered:
-            return
         place = self._place_of(param)
+        if self._fence.is_lowered:
+            if not (place.bucket.shows_values and place.bucket.plan.params_are_masters):
+                self._fence.refuse_use(place.info, "data")
+            return
         if not place.bucket.shows_values:
             for unit in self._bring([param], "data"):
                 self._passes.borrowed(unit, keep=True)
         self._writes.hand_out(place)
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
+        place = self._place_of(param)
+        if self._fence.is_lowered:
+            self._fence.refuse_use(place.info, "data")
         if self._fence.is_lowered or not isinstance(value, Tensor):
             return False
-        place = self._place_of(param)
         place.info.check_shape(value.shape)
         self._replace(place, value)
         return True

@@ -56,9 +56,10 @@ def module_state(
         values = _tensors(engine, lambda value, info: fakes.tensor(value, info, info.dtype), trainable_only)
     else:
         values = _gathered(engine, wanted=not only_rank_0 or engine.comm.rank == 0)
-    if only_rank_0 and engine.comm.rank != 0:
-        return {}
-    return _state_dict_with(engine, values, trainable_only)
+    wanted = not only_rank_0 or engine.comm.rank == 0
+    # An override of ``state_dict`` may raise on rank 0, while the others go on to the next message.
+    act = lambda: _state_dict_with(engine, values, trainable_only) if wanted else {}  # noqa: E731
+    return engine.comm.together("the module's state_dict()", act)
 
 
 def fake_copy(
@@ -127,7 +128,8 @@ def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
 
 def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_only: bool) -> State:
     """Return ``module.state_dict()`` with ``values[id(param)]`` in place of each parameter."""
-    with engine.passes.fence.lowered():
+    # With torch functions, so that a parameter tells if an override of ``state_dict`` uses its values.
+    with engine.passes.fence.lowered("state_dict()"), torch._C._EnableTorchFunction():
         state = engine.module.state_dict(keep_vars=True)
     by_id = {id(info.param): info for b in engine.buckets for info in b.params}
     by_storage = {_identity(info.param): info for info in by_id.values()}
@@ -252,8 +254,23 @@ class _CopyIntoShards(TorchFunctionMode):
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
+        self._versions = self._users_versions()
         self.failed: OSError | None = None  # the error of reading a value
         self.did: Callable[[nn.Parameter], object] = lambda param: None
+
+    def _users_versions(self) -> dict[str, int]:
+        infos = (info for bucket in self.engine.buckets for info in bucket.params)
+        return {info.fqn: info.param._version - info.version for info in infos}  # our own writes raise both
+
+    def refuse_writes(self) -> None:
+        """Raise RuntimeError if code of the load (a hook) has written to a parameter in place: it would be lost."""
+        written = [fqn for fqn, version in self._users_versions().items() if version != self._versions[fqn]]
+        if written:
+            raise RuntimeError(
+                f"{', '.join(written)}: a hook of load_state_dict() has written to the parameter in place, which a "
+                "sharded module would lose. Change the state dict, or write after the load, inside `with "
+                "lightning_zero.gather(module):`, on all ranks."
+            )
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -262,6 +279,8 @@ class _CopyIntoShards(TorchFunctionMode):
             return args[0]
         if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.units.owns(args[0]):
             place = self.engine.units.place_of(args[0])
+            if args[1] is args[0]:  # a hook has put the parameter into the state dict, where it was missing
+                return args[0]
             try:
                 outside_autograd(place.bucket.write)(place.info, args[1])
             except OSError as error:
@@ -274,12 +293,13 @@ class _CopyIntoShards(TorchFunctionMode):
 
 def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
     """Load a full ``state`` into the shards: see ``Engine.load_state_dict``. Collective."""
+    if engine.write_backs:
+        raise RuntimeError(
+            "loading weights: expected a call outside of gather(), got one inside of it, whose end would write the old "
+            "values back. Leave the block first, or call module.load_state_dict(state) in it."
+        )
     own: Counter[int] = Counter()  # bytes of each parameter's master that this rank owns, by ``id`` of the parameter
-    infos = {fqn: info for bucket in engine.buckets for info in bucket.params for fqn in info.fqns}
-    own_state = {key: infos[key].part_of_saved(value) if key in infos else value for key, value in state.items()}
-    if hasattr(state, "_metadata"):
-        own_state = OrderedDict(own_state)
-        own_state._metadata = state._metadata  # type: ignore[attr-defined]
+    own_state = parts_of_saved(engine, state)
 
     def total() -> int:
         for bucket in engine.buckets:
@@ -293,7 +313,9 @@ def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _Incomp
 
         def load() -> _IncompatibleKeys:
             try:
-                return engine.module.load_state_dict(own_state, strict=strict)
+                found = engine.module.load_state_dict(own_state, strict=strict)
+                copies.refuse_writes()
+                return found
             except RuntimeError:  # torch's summary of all errors
                 if copies.failed is not None:
                     raise copies.failed from None
@@ -301,6 +323,15 @@ def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _Incomp
 
         # If one rank cannot read its part, all must raise: others would wait for it in the next collective.
         return engine.comm.together("loading a checkpoint", load, patient=True)
+
+
+def parts_of_saved(engine: Engine, state: Saved) -> State:
+    """Return ``state`` with this rank's parts in the place of whole tensors of split parameters."""
+    infos = {fqn: info for bucket in engine.buckets for info in bucket.params for fqn in info.fqns}
+    own = OrderedDict((key, infos[key].part_of_saved(v) if key in infos else v) for key, v in state.items())
+    if hasattr(state, "_metadata"):
+        own._metadata = state._metadata  # type: ignore[attr-defined]
+    return own
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:
@@ -316,7 +347,7 @@ def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
     engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
     engine.passes.writes.take_all_over()
-    with engine.passes.fence.lowered(), _CopyIntoShards(engine) as copies:
+    with engine.passes.fence.lowered("load_state_dict()"), _CopyIntoShards(engine) as copies:
         yield copies
     masters_changed(engine)
 

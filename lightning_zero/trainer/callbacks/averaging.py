@@ -20,7 +20,12 @@ from lightning_zero.engine.units.master_storage import ResidentStorage, opened
 from lightning_zero.engine.units.packed import is_packed
 from lightning_zero.engine.whole import whole_params
 from lightning_zero.engine.whole.restage import Follow, Move
-from lightning_zero.engine.whole.state_dicts import keeping_frozen, loading_into_shards, sharded_state_dict
+from lightning_zero.engine.whole.state_dicts import (
+    keeping_frozen,
+    loading_into_shards,
+    parts_of_saved,
+    sharded_state_dict,
+)
 from lightning_zero.lightning_api import StochasticWeightAveraging, WeightAveraging, pl
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.adapted import is_ours
@@ -66,6 +71,7 @@ class ShardedAverage(AveragedModel):
     @outside_autograd
     def update_parameters(self, model: nn.Module) -> None:
         self._begin_to_change()
+        whole_params.take_writes_over(self.engine)
         with masters(self.engine):
             current = _Tensors(self.engine)
             for average, now in zip(self.module.parameters(), current.parameters(), strict=True):
@@ -79,6 +85,7 @@ class ShardedAverage(AveragedModel):
     def exchange(self, *, swap: bool) -> None:
         """Copy the averages into the model; with ``swap``, exchange them with the model's values. Collective."""
         self._begin_to_change()
+        whole_params.take_writes_over(self.engine)
         with masters(self.engine, changed=True):
             current = _Tensors(self.engine)
             tensors = (chain(t.parameters(), t.buffers()) for t in (self.module, current))
@@ -228,6 +235,8 @@ class AveragesShards(WeightAveraging):
             states = {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint}
             module = average.engine.module
             checkpoint = checkpoint | {key: keeping_frozen(module, state) for key, state in states.items()}
+        if (state := checkpoint.get("current_model_state")) is not None:
+            checkpoint = checkpoint | {"current_model_state": parts_of_saved(average.engine, state)}
         with loading_into_shards(average.engine):  # the callback calls pl_module.load_state_dict
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
