@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable
@@ -37,6 +38,9 @@ def test_what_is_written_inside_gather_is_kept(stage: int, precision: str) -> No
             module.head.weight.mul_(3)
             module.blocks[1].norm.bias.fill_(0.125)
             module.embed.weight.data = torch.full_like(module.embed.weight, 0.3)
+            assert_equal({**sharded.engine.state_dict(only_rank_0=False)}, {**module.state_dict()})
+            with pytest.raises(RuntimeError, match=r"outside of gather.*module\.load_state_dict"):
+                sharded.engine.load_state_dict({})
         master_of("head.weight").mul_(3)
         master_of("blocks.1.norm.bias").fill_(0.125)
         master_of("embed.weight").fill_(0.3)
@@ -384,6 +388,29 @@ def test_state_that_is_taken_out_or_loaded_is_not_shared_with_the_engine(stage: 
         assert_equal(whole(), kept)
         train(side, range(4, 6))
         assert_equal((weights, state), kept)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_code_of_state_dicts_may_pass_parameters_on_but_not_use_them(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        head, whole = side.module.head, lambda: side.engine.state_dict(only_rank_0=False)
+        before = whole()
+        refused = pytest.raises(RuntimeError, match=r"head\.(weight|bias): .*gather\(module\)")
+        for change in (Tensor.detach, Tensor.clone, Tensor.half, lambda value: value.detach().norm()):
+            hook = head._register_state_dict_hook(lambda m, state, *_: state.update(new=change(m.weight)))  # noqa: B023
+            with refused if stage == 3 and change is not Tensor.detach else contextlib.nullcontext():
+                assert_equal({k: v for k, v in whole().items() if k != "new"}, {**before})
+            hook.remove()
+        for write in (lambda m, _: nn.init.ones_(m.bias), lambda m, _: setattr(m.weight, "data", m.weight * 2)):
+            with refused:
+                hook = head.register_load_state_dict_post_hook(lambda m, keys: [write(m, keys), None][1])  # noqa: B023
+                side.engine.load_state_dict(before)
+            hook.remove()
+        missing = {key: value for key, value in before.items() if key != "head.bias"}
+        head.register_load_state_dict_pre_hook(lambda m, state, *_: state.setdefault("head.bias", m.bias.detach()))
+        side.engine.load_state_dict(missing)
+        assert_equal(whole(), before)
 
 
 @on_ranks(2)

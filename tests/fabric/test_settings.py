@@ -144,6 +144,10 @@ def test_loss_scaling_skips_steps_on_all_ranks() -> None:
     assert scaler.scale == 64.0 and run.losses[-1] < run.losses[0]
     torch.testing.assert_close(run.norms, train("ddp", clip={"max_norm": 1.0}).norms, rtol=0.05, atol=0.01)
     before = run.fabric.strategy.get_module_state_dict(run.model._forward_module)
+    x, y = next(iter(loader()))
+    run.fabric.backward(nn.functional.mse_loss(run.model(x), y))
+    run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
+    run.optimizer.zero_grad()  # without a step: what was known of its gradients is not true of the next ones
     overflow_on_one_rank(run)
     run.optimizer.step()
     after = run.fabric.strategy.get_module_state_dict(run.model._forward_module)

@@ -226,7 +226,9 @@ def test_export_of_a_plain_module_holds_its_state_dict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank, what", [(0, "write"), (1, "write"), (1, "fsync")])
 def test_failing_export_leaves_no_file(rank: int, what: str, tmp_path: Path) -> None:
     engine = lightning_zero.shard(turned(), stage=3, device="cpu")
-    full = mock.patch.object(os if what == "fsync" else Writer, what, side_effect=OSError(28, "No space left on device"))
+    full = mock.patch.object(
+        os if what == "fsync" else Writer, what, side_effect=OSError(28, "No space left on device")
+    )
     says = r"out: the folder could not be written: .*No space left"
     with full if dist.get_rank() == rank else nullcontext(), pytest.raises((OSError, RuntimeError), match=says):
         export(engine, tmp_path / "out", None, 2**30)

@@ -171,6 +171,23 @@ def test_runs_go_on_from_averages_of_ddp_and_ddp_from_ours(saved_by: str, loaded
     torch.testing.assert_close(resumed.losses, whole.losses[-len(resumed.losses) :], rtol=1e-5, atol=1e-5)
 
 
+@on_ranks(2)
+def test_averages_are_of_what_is_written_after_a_step(tmp_path: Path) -> None:
+    class Clamped(toys.ByHand):
+        def training_step(self, batch: Any, number: int) -> None:
+            super().training_step(batch, number)
+            for param in self.parameters():
+                param.data.clamp_(-0.2, 0.2)
+
+    strategies = ("ddp", "zero2_offload", "zero3")
+    settings: dict[str, Any] = {"val_check_interval": 2}
+    expected, *found = [
+        fit(s, tmp_path, seeded(Clamped), callbacks=[cb.EMAWeightAveraging(decay=0.5)], **settings) for s in strategies
+    ]
+    for run in found:
+        assert_same(run, expected)
+
+
 @pytest.mark.full
 @on_ranks(2)
 def test_checkpoint_without_averages_starts_both(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ class _CopyIntoShards(TorchFunctionMode):
             return args[0]
         if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.units.owns(args[0]):
             place = self.engine.units.place_of(args[0])
-            if args[1] is args[0]:  # a hook has put the parameter into the state dict, where it was missing
+            if args[1] is args[0]:  # a hook, or on_load_checkpoint, has put in the parameter, which keeps its values
                 return args[0]
             try:
                 outside_autograd(place.bucket.write)(place.info, args[1])

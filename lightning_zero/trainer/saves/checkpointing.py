@@ -256,9 +256,6 @@ class Checkpoints:
 
         self._strategy._together("comparing a checkpoint with the model", check)
         engine = engine_of(module)
-        for name, value in [*checkpoint["state_dict"].items()]:
-            if isinstance(value, nn.Parameter):  # from on_load_checkpoint; sharding will replace its values
-                checkpoint["state_dict"][name] = value.detach()
         if engine is None or (self._waits_for_setup and self._goes_on):
             self._to_load = checkpoint, strict
         else:

@@ -227,7 +227,7 @@ def configure_callbacks(bench: Bench) -> Any:
 
 @feature("on_save_checkpoint and on_load_checkpoint")
 def checkpoint_hooks(bench: Bench) -> Any:
-    """What is added to the file and found again; a weight that is changed on the way in"""
+    """What is added to the file and found again; weights that are changed on the way in"""
 
     class Adds(Lit):
         def on_save_checkpoint(self, file: dict[str, Any]) -> None:
@@ -236,6 +236,7 @@ def checkpoint_hooks(bench: Bench) -> Any:
         def on_load_checkpoint(self, file: dict[str, Any]) -> None:
             self.mine = file["mine"]
             file["state_dict"]["head.bias"] = file["state_dict"]["head.bias"] + 1
+            file["state_dict"]["head.weight"] = self.head.weight
 
     path = bench.fit(seeded(Adds), max_epochs=1).save()
     ran = bench.fit(seeded(Adds, 5), ckpt_path=path)
