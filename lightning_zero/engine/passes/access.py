@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from lightning_zero.engine.passes.saved_weights import hooks_allowed
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import opened
-from lightning_zero.engine.units.param import ParamInfo, own, values_changed
+from lightning_zero.engine.units.param import ParamInfo, give_own_memory, own, values_changed
 from lightning_zero.engine.units.unit import Unit, Units
 from lightning_zero.mesh.split import Split
 
@@ -88,14 +89,17 @@ class Writes:
         self._comm = comm
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
+        self._read: dict[_Key, list[ReferenceType[Tensor]]] = {}  # results of ``.data``, which users may still hold
         self._unconfirmed: dict[_Key, _Entry] = {}
 
     # -- noticing -------------------------------------------------------------------------------------------------
 
     @outside_autograd
-    def hand_out(self, place: Place) -> None:
-        """Save a gathered parameter's checksum when users' code reads ``.data``, to notice later if values changed."""
+    def hand_out(self, place: Place, values: Tensor) -> None:
+        """Note that users' code has read ``.data``, and got ``values``. Save their checksum, to notice a change."""
         bucket, info = place
+        key = self._number[bucket], info.slot
+        self._read[key] = [ref(values), *[known for known in self._read.get(key, ()) if known() is not None]]
         # Parameters that are whole masters need no copy and no comparison.
         if not bucket.plan.params_are_masters and info.gathered is not None:
             known = self._handed_out.setdefault(bucket, {})
@@ -150,6 +154,10 @@ class Writes:
         self._note(bucket, info, before, compute)
         # Equal values (weights clamped in each forward, say) leave the version, so that open graphs stay valid.
         again = bucket.shows_values and info.gathered is not None and torch.equal(info.gathered, compute)
+        held = [known() for known in self._read.pop((self._number[bucket], info.slot), ()) if bucket.shows_values]
+        for values in held:
+            if values is not None:  # under torch it would stay as it is
+                give_own_memory(values)
         with opened(bucket.storage, changed=True):
             bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
             bucket.copy_master_to_params()
@@ -342,16 +350,18 @@ class Access:
     def strides(self, param: nn.Parameter) -> tuple[int, ...]:
         return self._place_of(param).info.strides
 
-    def hands_out(self, param: nn.Parameter) -> None:
+    def hands_out(self, param: nn.Parameter, read: Callable[[], Tensor]) -> Tensor:
         place = self._place_of(param)
         if self._fence.is_lowered:
             if not (place.bucket.shows_values and place.bucket.plan.params_are_masters):
                 self._fence.refuse_use(place.info, "data")
-            return
+            return read()
         if not place.bucket.shows_values:
             for unit in self._bring([param], "data"):
                 self._passes.borrowed(unit, keep=True)
-        self._writes.hand_out(place)
+        values = read()
+        self._writes.hand_out(place, values)
+        return values
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
         place = self._place_of(param)

@@ -54,8 +54,9 @@ class Owner(Protocol):
         """Return the strides of the parameter's values. The placeholder has other strides."""
         ...
 
-    def hands_out(self, param: nn.Parameter) -> None:
-        """Gather `param` before users' code reads `param.data`. Save a checksum, to detect if the user writes to it."""
+    def hands_out(self, param: nn.Parameter, read: Callable[[], Tensor]) -> Tensor:
+        """Gather `param`, then return the result of `read`, which is torch's own `param.data`, to users' code. Save a
+        checksum, to detect if the user writes to it."""
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
@@ -88,12 +89,13 @@ class _Owned:
 
     @property
     def data(self: Any) -> Tensor:
+        def read() -> Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                values: Tensor = _get_data(self)
+            return values
+
         owner = find_owner(self)
-        if owner is not None:
-            owner.hands_out(self)
-        with torch._C.DisableTorchFunctionSubclass():
-            values: Tensor = _get_data(self)
-        return values
+        return read() if owner is None else owner.hands_out(self, read)
 
     @data.setter
     def data(self: Any, value: Tensor) -> None:
@@ -101,6 +103,11 @@ class _Owned:
         if owner is None or not owner.replaces(self, value):
             with torch._C.DisableTorchFunctionSubclass():
                 _set_data(self, value)
+
+
+def give_own_memory(tensor: Tensor) -> None:
+    """Move `tensor`, an earlier result of `param.data`, to new memory with the same values."""
+    _set_data(tensor, tensor.clone())
 
 
 class _Absent:
