@@ -105,7 +105,6 @@ def test_every_side_saves_loads_and_is_compared(sides: tuple[str, ...], only: st
 
 # -- simulated scale --------------------------------------------------------------------------------------------------
 
-
 SMALL = {"vocab_size": 96, "n_layer": 3, "n_head": 4, "d_model": 64, "block_size": 64}
 SHARDED = 3 + 1  # a bucket of each block, and one of the root; norms are one more, which is replicated
 RANKS = 4096

@@ -340,7 +340,6 @@ def test_a_refused_run_says_so_to_the_script(in_process: Any, monkeypatch: pytes
 
 # -- sweeps -----------------------------------------------------------------------------------------------------------
 
-
 SBATCH = """#!{python}
 import json, os, re, sys
 text = sys.stdin.read()

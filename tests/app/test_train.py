@@ -294,7 +294,6 @@ def test_the_command_to_go_on_names_the_checkpoint_last(monkeypatch: pytest.Monk
 
 # -- ``lightning-zero replay`` ----------------------------------------------------------------------------------------
 
-
 COMMAND = ("python", "-m", "lightning_zero")
 
 

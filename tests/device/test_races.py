@@ -280,7 +280,6 @@ def test_an_engine_ends_without_a_race(case: Case, trained: Trained) -> None:
 
 # -- a restage --------------------------------------------------------------------------------------------------------
 
-
 # Every kind of a bucket's rest comes after another kind.
 RESTS = ["zero3 none", "zero1 optimizer_cpu", "zero0 none", "zero2 none", "zero3 cpu", "zero2 optimizer_nvme"]
 RESTS += ["zero3 nvme"]

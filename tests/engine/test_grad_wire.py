@@ -173,7 +173,6 @@ def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
 
 # -- gradients that are not as autograd makes them --------------------------------------------------------------------
 
-
 PARTS = {"classes": ["Sequential"]}
 
 

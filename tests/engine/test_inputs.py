@@ -41,7 +41,6 @@ def image_work(side: Side, step: int) -> Tensor:
 
 # -- containers, keywords, several times ------------------------------------------------------------------------------
 
-
 Pair = namedtuple("Pair", ["value", "other"])
 
 WRAP: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {

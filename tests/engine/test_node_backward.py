@@ -50,7 +50,6 @@ def kept(side: Sharded) -> list[Tensor]:
 
 # -- parity -----------------------------------------------------------------------------------------------------------
 
-
 BOOLS = (False, True)
 SETTINGS = {
     "precision": ("fp32", "bf16"),

@@ -141,7 +141,6 @@ def test_the_slowest_resource_binds() -> None:
 
 # -- the least time of a step -----------------------------------------------------------------------------------------
 
-
 UNIT = Rates(compute=1, device_memory=1, host_memory=1, to_device=1, to_host=1, disk_read=1, disk_write=2)
 
 

@@ -140,7 +140,6 @@ def test_old_file_stays_when_the_new_one_fails(tmp_path: Path) -> None:
 
 # -- what a dead run of a job has left goes with the next start of that job -------------------------------------------
 
-
 TOP: dict[str, dict[str, Any]] = {
     "1": {"save_top_k": 1},
     "2 by metric": {"save_top_k": 2, "monitor": "step", "mode": "max"},

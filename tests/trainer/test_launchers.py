@@ -150,7 +150,6 @@ def test_cells_train_in_a_real_kernel(tmp_path: Path) -> None:
 
 # -- scripts: their exit codes, and exceptions on one rank -------------------------------------------------------------
 
-
 SCRIPT = """
 import sys
 import lightning.pytorch as pl
@@ -177,7 +176,6 @@ if failing == "each":
 trainer.fit(module, data, data)
 sys.stdout.write("done %d\\n" % trainer.global_rank)
 """
-
 
 STARTS = [  # by the rank that fails, and how often
     *[(strategy, "none", 1) for strategy in ("zero0", "zero1", "zero2")],
