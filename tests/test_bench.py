@@ -129,15 +129,12 @@ GATHERS = 1 + 2 * 2 + 1  # at stage 3: the root and the last block once, the oth
 
 
 @pytest.mark.mainly(lambda stage: stage == 3)
-@pytest.mark.parametrize(
-    ("stage", "counts"),
-    [
-        (0, {"all_reduce": SHARDED + 1}),
-        (1, {"all_gather": SHARDED, "reduce_scatter": SHARDED, "all_reduce": 1}),
-        (2, {"all_gather": SHARDED, "reduce_scatter": SHARDED, "all_reduce": 1}),
-        (3, {"all_gather": GATHERS, "reduce_scatter": SHARDED, "all_reduce": 1}),
-    ],
-)
+@pytest.mark.parametrize(("stage", "counts"), [
+    (0, {"all_reduce": SHARDED + 1}),
+    (1, {"all_gather": SHARDED, "reduce_scatter": SHARDED, "all_reduce": 1}),
+    (2, {"all_gather": SHARDED, "reduce_scatter": SHARDED, "all_reduce": 1}),
+    (3, {"all_gather": GATHERS, "reduce_scatter": SHARDED, "all_reduce": 1}),
+])  # fmt: skip
 def test_steps_of_first_and_last_rank(stage: int, counts: dict[str, int], worker: Callable[[Case], Result]) -> None:
     first, last = worker(small(stage, 0)), worker(small(stage, LAST))
     for side in (first, last):

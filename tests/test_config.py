@@ -45,36 +45,33 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
     assert make_config(stage=stage).stage.name is Stage.zero3
 
 
-@pytest.mark.parametrize(
-    ("settings", "key", "got"),
-    [
-        ({"prefetch_bytes": -1}, "zero.prefetch_bytes", "-1"),
-        ({"reduce_bucket_bytes": 0}, "zero.reduce_bucket_bytes", "0"),
-        ({"stage": "zero2", "prefetch_bytes": 1}, "zero.prefetch_bytes", "zero2"),
-        ({"stage": "zero0", "dynamic_graph": True}, "zero.dynamic_graph", "zero0"),
-        ({"precision": "fp8"}, "zero/precision", "fp8"),
-        ({"precision": {"name": "fp32", "grad_dtype": "bf16"}}, "zero.precision.grad_dtype", "bf16"),
-        ({"precision": {"name": "bf16_true", "grad_dtype": "fp32"}}, "zero.precision.grad_dtype", "fp32"),
-        ({"offload": {"name": "cpu", "nvme_path": "/a"}}, "zero.offload.nvme_path", "cpu"),
-        ({"offload": {"name": "cpu", "device_budget": 1}}, "zero.offload.device_budget", "cpu"),
-        ({"offload": {"name": "none", "host_budget": 1}}, "zero.offload.host_budget", "none"),
-        ({"offload": {"name": "nvme", "nvme_path": "/a", "host_budget": 9}}, "zero.offload.host_budget", "nvme"),
-        ({"offload": {"name": "nvme", "nvme_path": ""}}, "zero.offload.nvme_path", "nvme"),
-        ({"offload": {"name": "cpu", "nvme": "/a"}}, "zero.offload.nvme", "nvme_path"),
-        ({"gather_after_fit": "whole"}, "zero.gather_after_fit: expected true or false or null", "'whole'"),
-        ({"activation_checkpointing": 1}, "zero.activation_checkpointing: expected one of none, blocks", "1"),
-        ({"precision": {"fp32_modules": "LayerNorm"}}, "zero.precision.fp32_modules: expected a list", "'LayerNorm'"),
-        ({"unit": "Block"}, "zero.unit: expected a mapping of settings, or UnitConfig", "'Block'"),
-        ({"stage": True}, "zero/stage: expected one of", "True"),
-        ({"prefetch_bytes": "1MO"}, "zero.prefetch_bytes: expected a size such as 80GB", "'1MO'"),
-        ({"offload": "gpu"}, "zero/offload: expected one of none", "Write zero/offload=none."),
-        ({"stage": "ddp"}, "zero/stage: expected one of", "Write zero/stage=zero0."),
-        ({"stall_timeout_s": float("nan")}, "zero.stall_timeout_s: expected a number", "nan"),
-        ({"dynamic_graph": 1}, "zero.dynamic_graph: expected true or false", "1"),
-        ({"unit": {"clases": []}}, "zero.unit.clases", "Did you mean classes?"),
-        ({"comm": {"grad_dtype": "full"}}, "zero.comm.grad_dtype: no such setting", "Did you mean grad_comm_dtype?"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "key", "got"), [
+    ({"prefetch_bytes": -1}, "zero.prefetch_bytes", "-1"),
+    ({"reduce_bucket_bytes": 0}, "zero.reduce_bucket_bytes", "0"),
+    ({"stage": "zero2", "prefetch_bytes": 1}, "zero.prefetch_bytes", "zero2"),
+    ({"stage": "zero0", "dynamic_graph": True}, "zero.dynamic_graph", "zero0"),
+    ({"precision": "fp8"}, "zero/precision", "fp8"),
+    ({"precision": {"name": "fp32", "grad_dtype": "bf16"}}, "zero.precision.grad_dtype", "bf16"),
+    ({"precision": {"name": "bf16_true", "grad_dtype": "fp32"}}, "zero.precision.grad_dtype", "fp32"),
+    ({"offload": {"name": "cpu", "nvme_path": "/a"}}, "zero.offload.nvme_path", "cpu"),
+    ({"offload": {"name": "cpu", "device_budget": 1}}, "zero.offload.device_budget", "cpu"),
+    ({"offload": {"name": "none", "host_budget": 1}}, "zero.offload.host_budget", "none"),
+    ({"offload": {"name": "nvme", "nvme_path": "/a", "host_budget": 9}}, "zero.offload.host_budget", "nvme"),
+    ({"offload": {"name": "nvme", "nvme_path": ""}}, "zero.offload.nvme_path", "nvme"),
+    ({"offload": {"name": "cpu", "nvme": "/a"}}, "zero.offload.nvme", "nvme_path"),
+    ({"gather_after_fit": "whole"}, "zero.gather_after_fit: expected true or false or null", "'whole'"),
+    ({"activation_checkpointing": 1}, "zero.activation_checkpointing: expected one of none, blocks", "1"),
+    ({"precision": {"fp32_modules": "LayerNorm"}}, "zero.precision.fp32_modules: expected a list", "'LayerNorm'"),
+    ({"unit": "Block"}, "zero.unit: expected a mapping of settings, or UnitConfig", "'Block'"),
+    ({"stage": True}, "zero/stage: expected one of", "True"),
+    ({"prefetch_bytes": "1MO"}, "zero.prefetch_bytes: expected a size such as 80GB", "'1MO'"),
+    ({"offload": "gpu"}, "zero/offload: expected one of none", "Write zero/offload=none."),
+    ({"stage": "ddp"}, "zero/stage: expected one of", "Write zero/stage=zero0."),
+    ({"stall_timeout_s": float("nan")}, "zero.stall_timeout_s: expected a number", "nan"),
+    ({"dynamic_graph": 1}, "zero.dynamic_graph: expected true or false", "1"),
+    ({"unit": {"clases": []}}, "zero.unit.clases", "Did you mean classes?"),
+    ({"comm": {"grad_dtype": "full"}}, "zero.comm.grad_dtype: no such setting", "Did you mean grad_comm_dtype?"),
+])  # fmt: skip
 def test_a_bad_value_names_the_key_and_what_it_got(settings: dict[str, Any], key: str, got: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_config(**settings)

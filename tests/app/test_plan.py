@@ -120,18 +120,15 @@ def test_a_machine_too_small_for_all_rows_is_told(command: Any) -> None:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("+machine.rates.speed=3", "machine.rates.speed: no such rate; there are compute,"),
-        ("model=hf model.path=nothing", "model.path: expected a folder with a config.json"),
-        ("machine.gpu_memory=80XB", "machine.gpu_memory: expected a size"),
-        ("machine.gpus=0", "machine.gpus: expected a number > 0, got 0"),
-        ("machine.gpu=8", "machine.gpu"),
-        ("+machine.gpu=8", "machine.gpu: no such setting"),
-        ("+extra=1", "extra: no such setting"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("+machine.rates.speed=3", "machine.rates.speed: no such rate; there are compute,"),
+    ("model=hf model.path=nothing", "model.path: expected a folder with a config.json"),
+    ("machine.gpu_memory=80XB", "machine.gpu_memory: expected a size"),
+    ("machine.gpus=0", "machine.gpus: expected a number > 0, got 0"),
+    ("machine.gpu=8", "machine.gpu"),
+    ("+machine.gpu=8", "machine.gpu: no such setting"),
+    ("+extra=1", "extra: no such setting"),
+])  # fmt: skip
 def test_mistakes_end_in_a_sentence(command: Any, override: str, message: str) -> None:
     code, _, err = command(*override.split())
     assert code == 2 and message in err and "Traceback" not in err, err

@@ -141,15 +141,11 @@ def test_a_checkpoint_is_tested_and_predicted_from_and_is_at_its_end(finished: F
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("more", "there"),
-    [
-        ((), "val_bits_per_byte"),
-        (("trainer.num_sanity_val_steps=0", "trainer.val_check_interval=2"), "val_bits_per_byte"),
-        (("trainer.limit_val_batches=0",), r"\(nothing was logged\)"),
-    ],
-    ids=["sanity check", "first validation", "no validation"],
-)
+@pytest.mark.parametrize(("more", "there"), [
+    ((), "val_bits_per_byte"),
+    (("trainer.num_sanity_val_steps=0", "trainer.val_check_interval=2"), "val_bits_per_byte"),
+    (("trainer.limit_val_batches=0",), r"\(nothing was logged\)"),
+], ids=["sanity check", "first validation", "no validation"])  # fmt: skip
 def test_a_metric_that_is_not_logged_is_refused_early(more: tuple[str, ...], there: str, tmp_path: Path) -> None:
     settings = ("trainer.devices=1", "trainer.max_steps=3", "hydra.run.dir=run")
     done = alone(tmp_path, *SMALL, *settings, "optimized_metric=val_bits", *more, code=2)

@@ -194,14 +194,11 @@ def test_a_read_inside_a_backward_is_refused() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("read", "own", "others"),
-    [
-        ("norm", "norms of gradients", r"norm\(\)"),
-        ("abs", "a read of the gradient of head", r"a read of \.grad,"),
-        ("clip", "norm of gradients", "norm of gradients"),
-    ],
-)
+@pytest.mark.parametrize(("read", "own", "others"), [
+    ("norm", "norms of gradients", r"norm\(\)"),
+    ("abs", "a read of the gradient of head", r"a read of \.grad,"),
+    ("clip", "norm of gradients", "norm of gradients"),
+])  # fmt: skip
 def test_a_rank_that_asks_alone_gets_an_error(read: str, own: str, others: str) -> None:
     """And so does the other one, which goes on to its step and its next backward."""
     group = dist.new_group()  # in which a message is lost

@@ -149,16 +149,13 @@ def test_a_peak_is_at_least_what_rests(shapes: list[BucketShape], row: tuple[Sta
 # -- peaks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "keep", "forward", "backward"),
-    [
-        (0, 0, 10 + 100, 10 + 100),  # the root and the unit in use
-        (1, 0, 10 + 200, 10 + 200),  # one is always gathered ahead
-        (200, 0, 10 + 300, 10 + 300),
-        (0, 200, 10 + 300, 10 + 300),  # 4 stays by itself; 3 and 2 are kept
-        (10_000, 0, 10 + 400, 10 + 400),
-    ],
-)
+@pytest.mark.parametrize(("prefetch", "keep", "forward", "backward"), [
+    (0, 0, 10 + 100, 10 + 100),  # the root and the unit in use
+    (1, 0, 10 + 200, 10 + 200),  # one is always gathered ahead
+    (200, 0, 10 + 300, 10 + 300),
+    (0, 200, 10 + 300, 10 + 300),  # 4 stays by itself; 3 and 2 are kept
+    (10_000, 0, 10 + 400, 10 + 400),
+])  # fmt: skip
 def test_gathered_bytes_peak_by_prefetch_and_kept_units(prefetch: int, keep: int, forward: int, backward: int) -> None:
     assert gathered_peaks([10, 100, 100, 100, 100], Limits(prefetch, keep, 1)) == (forward, backward)
 
