@@ -48,6 +48,7 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
 @pytest.mark.parametrize(("settings", "key", "got"), [
     ({"prefetch_bytes": -1}, "zero.prefetch_bytes", "-1"),
     ({"reduce_bucket_bytes": 0}, "zero.reduce_bucket_bytes", "0"),
+    ({"optimizer": {"skip_nonfinite": 0}}, "zero.optimizer.skip_nonfinite: expected a number > 0", "got 0"),
     ({"stage": "zero2", "prefetch_bytes": 1}, "zero.prefetch_bytes", "zero2"),
     ({"stage": "zero0", "dynamic_graph": True}, "zero.dynamic_graph", "zero0"),
     ({"precision": "fp8"}, "zero/precision", "fp8"),

@@ -236,17 +236,14 @@ def test_the_copy_of_the_module_that_is_there_after_a_run(command: Any, planned:
     assert row["per_host"] == 8 * -(-nbytes // 8)
     assert without["after_run"] is None and not without["fits"]
     assert "a copy of the whole module takes 3.3M of each host; it counts here (zero.gather_after_fit=null)" in text
-
     document, text = whole(command, planned, "null", "3MB")  # nothing fits beside it, and nothing need
     assert row_of(document, "zero0", "none")["fits"] and row_of(document, "zero0", "none")["per_host"] == 0
     assert "After a run the module stays sharded: a whole copy takes 3.3M of each host, which have no room" in text
-
     document, text = whole(command, planned, "true", "3MB")
     row = row_of(document, "zero0", "none")
     lack = -int(-nbytes / 0.9 // 1) - 3_000_000  # a tenth of what is there stays free
     assert not row["fits"] and row["missing"] == {"host": lack}
     assert "set zero.gather_after_fit=null" in text
-
     document, text = whole(command, planned, "false", "3MB")
     assert row_of(document, "zero0", "none")["after_run"] is None
     assert "After a run the module stays sharded (zero.gather_after_fit=false)." in text

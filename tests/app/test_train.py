@@ -129,13 +129,11 @@ def test_a_checkpoint_is_tested_and_predicted_from_and_is_at_its_end(finished: F
     assert results["setup"].items() >= {"stage": "zero3", "offload": "none", "precision": "fp32", "ranks": 1}.items()
     assert results["metrics"]["test_bits_per_byte"] == pytest.approx(float(bits), abs=1e-4)
     assert "dirpath has changed" not in done.stderr
-
     done = alone(tmp_path, *settings, "task=predict", "hydra.run.dir=predict", "trainer.limit_predict_batches=8")
     written = torch.load(tmp_path / "predict" / "predictions" / "rank-0.pt")
     assert [i for indices, _ in written for i in indices] == list(range(32))
     mean = torch.cat([values for _, values in written]).mean().item()
     assert mean == pytest.approx(float(bits), abs=1e-4)
-
     done = alone(tmp_path, *settings, "hydra.run.dir=again")
     assert "\ncheckpoint: none was written: no step was left; raise trainer.max_steps" in done.stdout, done.stderr
 

@@ -158,9 +158,8 @@ def job_named(name: str) -> Any:
 
 def train(root: Path, top: str, folder: str = "checkpoints", **settings: Any) -> tuple[Any, str]:
     save = ModelCheckpoint(root / folder, every_n_train_steps=2, filename="{step}", save_last="link", **TOP[top])
-    out = io.StringIO()
     settings = {"enable_checkpointing": True, "callbacks": [save, NoteJob(str(root))], **settings}
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         fit("zero3", root, **settings)
     dist.barrier()
     return save, out.getvalue()
