@@ -17,7 +17,6 @@ TIERS = {
     "all": "both",
 }
 
-
 # Where a subject is shown. The default tier shows it in one place, another one for each test.
 AXES = {"world", "stage", "row", "plain", "offload"}
 

@@ -105,7 +105,6 @@ def test_every_side_saves_loads_and_is_compared(sides: tuple[str, ...], only: st
 
 # -- simulated scale --------------------------------------------------------------------------------------------------
 
-
 SMALL = {"vocab_size": 96, "n_layer": 3, "n_head": 4, "d_model": 64, "block_size": 64}
 SHARDED = 3 + 1  # a bucket of each block, and one of the root; norms are one more, which is replicated
 RANKS = 4096
@@ -130,15 +129,12 @@ GATHERS = 1 + 2 * 2 + 1  # at stage 3: the root and the last block once, the oth
 
 
 @pytest.mark.mainly(lambda stage: stage == 3)
-@pytest.mark.parametrize(
-    ("stage", "counts"),
-    [
-        (0, {"all_reduce": SHARDED + 1}),
-        (1, {"all_gather": SHARDED, "reduce_scatter": SHARDED, "all_reduce": 1}),
-        (2, {"all_gather": SHARDED, "reduce_scatter": SHARDED, "all_reduce": 1}),
-        (3, {"all_gather": GATHERS, "reduce_scatter": SHARDED, "all_reduce": 1}),
-    ],
-)
+@pytest.mark.parametrize(("stage", "counts"), [
+    (0, {"all_reduce": SHARDED + 1}),
+    (1, {"all_gather": SHARDED, "reduce_scatter": SHARDED, "all_reduce": 1}),
+    (2, {"all_gather": SHARDED, "reduce_scatter": SHARDED, "all_reduce": 1}),
+    (3, {"all_gather": GATHERS, "reduce_scatter": SHARDED, "all_reduce": 1}),
+])  # fmt: skip
 def test_steps_of_first_and_last_rank(stage: int, counts: dict[str, int], worker: Callable[[Case], Result]) -> None:
     first, last = worker(small(stage, 0)), worker(small(stage, LAST))
     for side in (first, last):

@@ -222,16 +222,10 @@ def test_make_installs_nothing_where_torch_finds_a_gpu(tmp_path: Path) -> None:
     assert calls.read_text().endswith("-m benchmarks.gpu --only rates\n") and "venv" not in calls.read_text()
 
 
-@pytest.mark.parametrize(
-    ("offload", "expected"),
-    [
-        ("none", {"compute": 28 / 4e3}),
-        (
-            "nvme",
-            {"link to the device": 4 / 50, "link from the device": 4 / 50, "host memory": 28 / 200, "disk": 16 / 2},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("offload", "expected"), [
+    ("none", {"compute": 28 / 4e3}),
+    ("nvme", {"link to the device": 4 / 50, "link from the device": 4 / 50, "host memory": 28 / 200, "disk": 16 / 2}),
+])  # fmt: skip
 def test_bounds_by_resource(offload: str, expected: dict[str, float]) -> None:
     """What a billion parameters add to the second that is measured of compute."""
     row = Row(SIZES["1b"], "zero3", offload)

@@ -36,26 +36,23 @@ def value(done: subprocess.CompletedProcess[str], name: str) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "said", "at_least", "at_most"),
-    [
-        ("minimal.py", "validation accuracy", 0.9, 1),
-        ("vision.py", "validation accuracy", 0.9, 1),
-        ("vit.py", "validation accuracy", 0.85, 1),
-        ("long_sequences.py", "validation accuracy", 0.9, 1),
-        ("mixture_of_experts.py", "validation error", 0, 0.05),
-        ("expert_parallel.py", "validation error", 0, 0.05),
-        ("tensor_parallel.py", "validation accuracy", 0.9, 1),
-        ("optional_images.py", "validation accuracy", 0.9, 1),
-        ("token_means.py", "validation accuracy", 0.5, 1),
-        ("gan.py", "distance from the circle", 0, 0.5),
-        pytest.param(
-            *("float8.py", "validation accuracy", 0.9, 1),
-            marks=pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed"),
-        ),
-        ("muon.py", "training loss", 0, 1.5),
-    ],
-)
+@pytest.mark.parametrize(("name", "said", "at_least", "at_most"), [
+    ("minimal.py", "validation accuracy", 0.9, 1),
+    ("vision.py", "validation accuracy", 0.9, 1),
+    ("vit.py", "validation accuracy", 0.85, 1),
+    ("long_sequences.py", "validation accuracy", 0.9, 1),
+    ("mixture_of_experts.py", "validation error", 0, 0.05),
+    ("expert_parallel.py", "validation error", 0, 0.05),
+    ("tensor_parallel.py", "validation accuracy", 0.9, 1),
+    ("optional_images.py", "validation accuracy", 0.9, 1),
+    ("token_means.py", "validation accuracy", 0.5, 1),
+    ("gan.py", "distance from the circle", 0, 0.5),
+    pytest.param(
+        *("float8.py", "validation accuracy", 0.9, 1),
+        marks=pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed"),
+    ),
+    ("muon.py", "training loss", 0, 1.5),
+])  # fmt: skip
 def test_an_example_learns(name: str, said: str, at_least: float, at_most: float, tmp_path: Path) -> None:
     assert at_least <= value(run(tmp_path, name), said) <= at_most
 
@@ -105,13 +102,10 @@ def test_finetuning_a_folder(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "out"),
-    [
-        ("lora.py", "adapters"),
-        pytest.param("qlora.py", "qlora", marks=pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs it")),
-    ],
-)
+@pytest.mark.parametrize(("name", "out"), [
+    ("lora.py", "adapters"),
+    pytest.param("qlora.py", "qlora", marks=pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs it")),
+])  # fmt: skip
 def test_adapters_are_trained_and_saved_alone(name: str, out: str, llama: Path, tmp_path: Path) -> None:
     assert value(run(tmp_path, name, str(llama)), "validation loss") < 6.5
     files = {f.name for f in (tmp_path / "outputs" / out).iterdir()}

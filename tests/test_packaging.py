@@ -39,14 +39,11 @@ def test_a_python_without_the_dependencies_is_told_what_to_do() -> None:
     assert "lightning_zero needs torch," in last and "source .venv/bin/activate" in last
 
 
-@pytest.mark.parametrize(
-    ("arguments", "called"),
-    [
-        (["plan", "model.n_layer=3"], "lightning_zero.app.plan"),
-        (["train", "seed=1"], "lightning_zero.app.train"),
-        (["seed=1"], "lightning_zero.app.train"),  # as Lightning starts other ranks
-    ],
-)
+@pytest.mark.parametrize(("arguments", "called"), [
+    (["plan", "model.n_layer=3"], "lightning_zero.app.plan"),
+    (["train", "seed=1"], "lightning_zero.app.train"),
+    (["seed=1"], "lightning_zero.app.train"),  # as Lightning starts other ranks
+])  # fmt: skip
 def test_the_command_calls_its_part(arguments: list[str], called: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert PROJECT["project"]["scripts"] == {"lightning-zero": "lightning_zero.__main__:main"}
     found: list[list[str]] = []
@@ -120,15 +117,12 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
     assert [part for part in parts if part not in done.stdout] == []
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ([], "-c constraints-cpu.txt"),
-        (["TORCH_VERSION=2.12.0"], "torch==2.12.0"),
-        (["TORCH_INDEX_URL=file:///wheels"], "--extra-index-url file:///wheels"),
-        (["GPU=yes"], "install --quiet --disable-pip-version-check  -e"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "expected"), [
+    ([], "-c constraints-cpu.txt"),
+    (["TORCH_VERSION=2.12.0"], "torch==2.12.0"),
+    (["TORCH_INDEX_URL=file:///wheels"], "--extra-index-url file:///wheels"),
+    (["GPU=yes"], "install --quiet --disable-pip-version-check  -e"),
+])  # fmt: skip
 def test_which_torch_is_installed(variables: list[str], expected: str) -> None:
     given = variables if any(v.startswith("GPU") for v in variables) else ["GPU=", *variables]
     done = run_command("make", "-n", "VENV=no-such-venv", "install", *given)

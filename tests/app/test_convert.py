@@ -122,23 +122,20 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
     assert all(torch.equal(found[key], value) for key, value in state.items() if key != "blocks.1.up.weight")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("", "usage"),
-        ("in to=full", "expected IN OUT to=..., got in to=full"),
-        ("in out", "expected to=full|sharded|safetensors, got ''"),
-        ("in out to=zip", "got 'zip'"),
-        ("in out to=full speed=9", "expected IN OUT to=..., got in out to=full speed=9"),
-        ("in out to=full shard_size=5GB", "shard_size= and prefix= have no effect with to=full"),
-        ("in out to=full dtype=int8", "dtype: expected one of fp32, bf16"),
-        ("in out to=safetensors shard_size=much", "shard_size: expected a size such as 80GB"),
-        ("missing out to=full", "expected a checkpoint, got missing: there is nothing"),
-        ("in out to=full", "expected a whole checkpoint, got in"),
-        ("in taken to=full", "expected nothing at taken, got something"),
-        ("good out to=safetensors prefix=x.", "no name, as a, begins with prefix='x.'. Change prefix="),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    ("", "usage"),
+    ("in to=full", "expected IN OUT to=..., got in to=full"),
+    ("in out", "expected to=full|sharded|safetensors, got ''"),
+    ("in out to=zip", "got 'zip'"),
+    ("in out to=full speed=9", "expected IN OUT to=..., got in out to=full speed=9"),
+    ("in out to=full shard_size=5GB", "shard_size= and prefix= have no effect with to=full"),
+    ("in out to=full dtype=int8", "dtype: expected one of fp32, bf16"),
+    ("in out to=safetensors shard_size=much", "shard_size: expected a size such as 80GB"),
+    ("missing out to=full", "expected a checkpoint, got missing: there is nothing"),
+    ("in out to=full", "expected a whole checkpoint, got in"),
+    ("in taken to=full", "expected nothing at taken, got something"),
+    ("good out to=safetensors prefix=x.", "no name, as a, begins with prefix='x.'. Change prefix="),
+])  # fmt: skip
 def test_a_mistake_is_refused_and_writes_nothing(
     arguments: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,16 +51,13 @@ def test_by_default_the_sources_of_the_standard_library() -> None:
     assert all(p.suffix == ".py" and p.is_relative_to(root) and "site-packages" not in p.parts for p in paths)
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        *((path, r"data\.path: .*nowhere") for path in ("nowhere.txt", "nowhere/", "nowhere/*.txt")),
-        ("*.nothing", r"data\.path: .*nothing"),
-        ("binary", r"data\.path: expected files of text in the folder"),
-        ("short.txt", r"data\.path: .*batch.*data\.batch_size or data\.block_size"),
-        ("large.txt", r"expected at most 1,073,741,824 bytes .* Choose data=dataset"),
-    ],
-)
+@pytest.mark.parametrize(("path", "message"), [
+    *((path, r"data\.path: .*nowhere") for path in ("nowhere.txt", "nowhere/", "nowhere/*.txt")),
+    ("*.nothing", r"data\.path: .*nothing"),
+    ("binary", r"data\.path: expected files of text in the folder"),
+    ("short.txt", r"data\.path: .*batch.*data\.batch_size or data\.block_size"),
+    ("large.txt", r"expected at most 1,073,741,824 bytes .* Choose data=dataset"),
+])  # fmt: skip
 def test_a_path_that_gives_no_batches_is_refused(tmp_path: Path, path: str, message: str) -> None:
     (tmp_path / "binary").mkdir()
     (tmp_path / "binary" / "x.bin").write_bytes(b"\0\1")

@@ -138,33 +138,30 @@ def checked_vocabulary(config: TrainConfig) -> None:
 LBFGS = "optimizer=sgd optimizer._target_=torch.optim.LBFGS ~optimizer.momentum ~optimizer.weight_decay"
 
 
-@pytest.mark.parametrize(
-    ("build", "overrides", "says"),
-    [
-        (callbacks_of, "callbacks=early_stopping callbacks.best.mode=up", "callbacks.best"),
-        (
-            callbacks_of,
-            "callbacks=early_stopping +callbacks.early_stopping.patient=3",
-            "patient: .* Write callbacks.early_stopping.patience",
-        ),
-        (parts.build_optimizer, LBFGS, r"LBFGS, whose step\(\) calls its closure itself.*DDPStrategy"),
-        (model_of, "model=hf", "model.path: expected a folder with a model"),
-        (model_of, "model=hf model.path=/nowhere", "model.path: expected a folder with a config.json"),
-        (model_of, "model=llama model.config.model_type=lama", "model.config.model_type: .* got 'lama'"),
-        (model_of, "model=llama +model.config.num_layer=3", "config.num_layer: LlamaConfig has no such setting"),
-        (
-            checked_vocabulary,
-            "experiment=tiny data=synthetic data.vocab_size=500",
-            "model: expected a vocabulary of at least 500 tokens.*got 256",
-        ),
-        (train.check_task, "task=test", "ckpt_path: expected a checkpoint for task=test, got none"),
-        (
-            train.check_task,
-            "task=predict ckpt_path=there optimized_metric=loss",
-            "optimized_metric: expected none for task=predict",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("build", "overrides", "says"), [
+    (callbacks_of, "callbacks=early_stopping callbacks.best.mode=up", "callbacks.best"),
+    (
+        callbacks_of,
+        "callbacks=early_stopping +callbacks.early_stopping.patient=3",
+        "patient: .* Write callbacks.early_stopping.patience",
+    ),
+    (parts.build_optimizer, LBFGS, r"LBFGS, whose step\(\) calls its closure itself.*DDPStrategy"),
+    (model_of, "model=hf", "model.path: expected a folder with a model"),
+    (model_of, "model=hf model.path=/nowhere", "model.path: expected a folder with a config.json"),
+    (model_of, "model=llama model.config.model_type=lama", "model.config.model_type: .* got 'lama'"),
+    (model_of, "model=llama +model.config.num_layer=3", "config.num_layer: LlamaConfig has no such setting"),
+    (
+        checked_vocabulary,
+        "experiment=tiny data=synthetic data.vocab_size=500",
+        "model: expected a vocabulary of at least 500 tokens.*got 256",
+    ),
+    (train.check_task, "task=test", "ckpt_path: expected a checkpoint for task=test, got none"),
+    (
+        train.check_task,
+        "task=predict ckpt_path=there optimized_metric=loss",
+        "optimized_metric: expected none for task=predict",
+    ),
+])  # fmt: skip
 def test_what_cannot_be_built_is_refused_by_its_key(build: Any, overrides: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build(config_of(*overrides.split()))

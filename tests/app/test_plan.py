@@ -120,18 +120,15 @@ def test_a_machine_too_small_for_all_rows_is_told(command: Any) -> None:
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("+machine.rates.speed=3", "machine.rates.speed: no such rate; there are compute,"),
-        ("model=hf model.path=nothing", "model.path: expected a folder with a config.json"),
-        ("machine.gpu_memory=80XB", "machine.gpu_memory: expected a size"),
-        ("machine.gpus=0", "machine.gpus: expected a number > 0, got 0"),
-        ("machine.gpu=8", "machine.gpu"),
-        ("+machine.gpu=8", "machine.gpu: no such setting"),
-        ("+extra=1", "extra: no such setting"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), [
+    ("+machine.rates.speed=3", "machine.rates.speed: no such rate; there are compute,"),
+    ("model=hf model.path=nothing", "model.path: expected a folder with a config.json"),
+    ("machine.gpu_memory=80XB", "machine.gpu_memory: expected a size"),
+    ("machine.gpus=0", "machine.gpus: expected a number > 0, got 0"),
+    ("machine.gpu=8", "machine.gpu"),
+    ("+machine.gpu=8", "machine.gpu: no such setting"),
+    ("+extra=1", "extra: no such setting"),
+])  # fmt: skip
 def test_mistakes_end_in_a_sentence(command: Any, override: str, message: str) -> None:
     code, _, err = command(*override.split())
     assert code == 2 and message in err and "Traceback" not in err, err
@@ -239,17 +236,14 @@ def test_the_copy_of_the_module_that_is_there_after_a_run(command: Any, planned:
     assert row["per_host"] == 8 * -(-nbytes // 8)
     assert without["after_run"] is None and not without["fits"]
     assert "a copy of the whole module takes 3.3M of each host; it counts here (zero.gather_after_fit=null)" in text
-
     document, text = whole(command, planned, "null", "3MB")  # nothing fits beside it, and nothing need
     assert row_of(document, "zero0", "none")["fits"] and row_of(document, "zero0", "none")["per_host"] == 0
     assert "After a run the module stays sharded: a whole copy takes 3.3M of each host, which have no room" in text
-
     document, text = whole(command, planned, "true", "3MB")
     row = row_of(document, "zero0", "none")
     lack = -int(-nbytes / 0.9 // 1) - 3_000_000  # a tenth of what is there stays free
     assert not row["fits"] and row["missing"] == {"host": lack}
     assert "set zero.gather_after_fit=null" in text
-
     document, text = whole(command, planned, "false", "3MB")
     assert row_of(document, "zero0", "none")["after_run"] is None
     assert "After a run the module stays sharded (zero.gather_after_fit=false)." in text

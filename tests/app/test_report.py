@@ -17,7 +17,6 @@ from tests.harness import run_command
 
 BROWSER = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
 
-
 RUN = dict.fromkeys(("metrics", "checkpoint", "best_checkpoint", "next", "commit")) | {
     "task": "fit",
     "status": "failed: ValueError: <b>",

@@ -126,14 +126,11 @@ def test_trainer_settings_and_defaults_are_lightnings() -> None:
     assert {key for key, value in ours.items() if value != theirs[key].default} <= set(differing)
 
 
-@pytest.mark.parametrize(
-    ("variables", "nodes", "devices"),
-    [
-        ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}, 3, 2),
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "1", "SLURM_NNODES": "2"}, 2, 4),
-        ({}, 1, 2),
-    ],
-)
+@pytest.mark.parametrize(("variables", "nodes", "devices"), [
+    ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}, 3, 2),
+    ({"SLURM_NTASKS": "8", "SLURM_PROCID": "1", "SLURM_NNODES": "2"}, 2, 4),
+    ({}, 1, 2),
+])  # fmt: skip
 def test_nodes_and_devices_are_those_of_the_launcher(variables: dict[str, str], nodes: int, devices: int) -> None:
     config: dict[str, Any] = {"accelerator": "cpu"}
     given = config | {"num_nodes": 5, "devices": 7}
@@ -218,61 +215,58 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
 
 
 @pytest.mark.mainly(lambda overrides: overrides in ONE_OF_A_KIND)
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        # a typo in a key, and what others call it
-        ("trainer.max_step=3", ["Could not override 'trainer.max_step'. Did you mean trainer.max_steps=3? "]),
-        ("model.n_layers=3", ["Did you mean model.n_layer=3? To append to your config use +model.n_layers=3.\n"]),
-        ("optimizer.learning_rate=3", ["Did you mean optimizer.lr=3? "]),
-        ("trainer.strategy=ddp", ["Could not override 'trainer.strategy'. Did you mean zero/stage=zero0? "]),
-        ("+trainer.strategy=ddp", ["trainer.strategy: expected none (lightning_zero.train trains by ZeroStrategy"]),
-        # a group for a setting, and the other way round
-        ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
-        ("zero.offload=nvm", ["Did you mean zero/offload=nvme? There are zero/offload=auto, "]),
-        ("stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
-        ("machine=h100", ["Could not override 'machine'. No match in the defaults list. There are callbacks, "]),
-        ("callbacks.best.monitor=x", ["Did you mean callbacks=best callbacks.best.monitor=x? "]),
-        ("zero/prefetch_bytes=3", ["Did you mean zero.prefetch_bytes=3?\n"]),
-        ("zero.unit.classes=Block", ["list or tuple. Write zero.unit.classes=[Block].\n"]),
-        # behind a plus
-        ("+seed=3", ["An item is already at 'seed'. Did you mean seed=3?\n"]),
-        ("+experiment=tiny", ["Multiple values for experiment. ", "Did you mean experiment=tiny?\n"]),
-        ("+zero.unit.clases=[]", ["zero.unit.clases", "classes"]),
-        # in a group or its file
-        ("zero/stge=zero3", ["Could not override 'zero/stge'. Did you mean zero/stage=zero3?\n"]),
-        ("zero/stage=zero4", ["Did you mean zero/stage=zero3? There are zero/stage=auto, zero/stage=zero0, "]),
-        ("experiment=huge", ["experiment/huge", "There are experiment=gpt_25m, experiment=tiny.\n"]),
-        ("zero/stage=zero1,zero2", ["Ambiguous value for argument", "--multirun"]),
-        # what Hydra takes for a number or nothing
-        ("zero/precision=16", ["Did you mean zero/precision=fp16?\n"]),
-        # a value; what zero.* refuses is in tests/test_config.py
-        ("zero/offload=nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
-        ("zero.stage.name=zero9", ["'zero9', expected one of [zero0, ", "Did you mean zero.stage.name=zero3?\n"]),
-        ("zero.dynamic_graph=perhaps", ["zero.dynamic_graph=perhaps: ", "is not a valid bool"]),
-        ("trainer.max_steps=many", ["trainer.max_steps: expected a number, got 'many'. Change trainer.max_steps.\n"]),
-        (SWEEP, ["--multirun", "hydra/launcher=basic"]),
-        ("trainer.devices=0", ["trainer: ", "`Trainer(devices=0)` value is not a valid input"]),
-        ("optimizer.lr=abc", ["error: optimizer.lr: expected a number, got 'abc'. Change optimizer.lr.\n"]),
-        ("seed=-1", ["seed", "-1"]),
-        # a contradiction
-        ("zero/stage=zero2 zero.dynamic_graph=true", ["zero.dynamic_graph", "zero2"]),
-        ("save_minutes=5 trainer.enable_checkpointing=false", ["save_minutes", "trainer.enable_checkpointing"]),
-        ("zero/precision=bf16 trainer.precision=32-true", ["trainer.precision", "zero/precision=bf16", "32-true"]),
-        ("trainer.precision=bf17", ["got bf17. Write zero/precision=bf16."]),
-        ("optimizer=sgd zero.optimizer.sharding=whole", ["expected one of [auto, slices, tensors]"]),
-        (WHOLE, ["drop zero.optimizer.state_dtype."]),
-        # something that is not there
-        ("data.path=nowhere.txt", ["data.path", "nowhere.txt"]),
-        ("model._target_=lightning_zero.models.gpt.LitGTP", ["model._target_", "LitGTP"]),
-        ("ckpt_path=nowhere.ckpt", ["ckpt_path", "nowhere.ckpt"]),
-        ("data=synthetic zero.init_from=/nowhere", ["zero.init_from: expected a folder, got /nowhere. Change"]),
-        ("data=synthetic zero.unit.classes=[Blok]", ["got 'Blok', which does not", "zero.unit.classes=[Block]."]),
-        # a model of one's own
-        ("model._target_=torch.nn.Linear model.n_layer=3", ["model.n_layer", "torch.nn.Linear"]),
-        ("model._target_=torch.nn.Linear", ["model", "in_features"]),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "parts"), [
+    # a typo in a key, and what others call it
+    ("trainer.max_step=3", ["Could not override 'trainer.max_step'. Did you mean trainer.max_steps=3? "]),
+    ("model.n_layers=3", ["Did you mean model.n_layer=3? To append to your config use +model.n_layers=3.\n"]),
+    ("optimizer.learning_rate=3", ["Did you mean optimizer.lr=3? "]),
+    ("trainer.strategy=ddp", ["Could not override 'trainer.strategy'. Did you mean zero/stage=zero0? "]),
+    ("+trainer.strategy=ddp", ["trainer.strategy: expected none (lightning_zero.train trains by ZeroStrategy"]),
+    # a group for a setting, and the other way round
+    ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
+    ("zero.offload=nvm", ["Did you mean zero/offload=nvme? There are zero/offload=auto, "]),
+    ("stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
+    ("machine=h100", ["Could not override 'machine'. No match in the defaults list. There are callbacks, "]),
+    ("callbacks.best.monitor=x", ["Did you mean callbacks=best callbacks.best.monitor=x? "]),
+    ("zero/prefetch_bytes=3", ["Did you mean zero.prefetch_bytes=3?\n"]),
+    ("zero.unit.classes=Block", ["list or tuple. Write zero.unit.classes=[Block].\n"]),
+    # behind a plus
+    ("+seed=3", ["An item is already at 'seed'. Did you mean seed=3?\n"]),
+    ("+experiment=tiny", ["Multiple values for experiment. ", "Did you mean experiment=tiny?\n"]),
+    ("+zero.unit.clases=[]", ["zero.unit.clases", "classes"]),
+    # in a group or its file
+    ("zero/stge=zero3", ["Could not override 'zero/stge'. Did you mean zero/stage=zero3?\n"]),
+    ("zero/stage=zero4", ["Did you mean zero/stage=zero3? There are zero/stage=auto, zero/stage=zero0, "]),
+    ("experiment=huge", ["experiment/huge", "There are experiment=gpt_25m, experiment=tiny.\n"]),
+    ("zero/stage=zero1,zero2", ["Ambiguous value for argument", "--multirun"]),
+    # what Hydra takes for a number or nothing
+    ("zero/precision=16", ["Did you mean zero/precision=fp16?\n"]),
+    # a value; what zero.* refuses is in tests/test_config.py
+    ("zero/offload=nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
+    ("zero.stage.name=zero9", ["'zero9', expected one of [zero0, ", "Did you mean zero.stage.name=zero3?\n"]),
+    ("zero.dynamic_graph=perhaps", ["zero.dynamic_graph=perhaps: ", "is not a valid bool"]),
+    ("trainer.max_steps=many", ["trainer.max_steps: expected a number, got 'many'. Change trainer.max_steps.\n"]),
+    (SWEEP, ["--multirun", "hydra/launcher=basic"]),
+    ("trainer.devices=0", ["trainer: ", "`Trainer(devices=0)` value is not a valid input"]),
+    ("optimizer.lr=abc", ["error: optimizer.lr: expected a number, got 'abc'. Change optimizer.lr.\n"]),
+    ("seed=-1", ["seed", "-1"]),
+    # a contradiction
+    ("zero/stage=zero2 zero.dynamic_graph=true", ["zero.dynamic_graph", "zero2"]),
+    ("save_minutes=5 trainer.enable_checkpointing=false", ["save_minutes", "trainer.enable_checkpointing"]),
+    ("zero/precision=bf16 trainer.precision=32-true", ["trainer.precision", "zero/precision=bf16", "32-true"]),
+    ("trainer.precision=bf17", ["got bf17. Write zero/precision=bf16."]),
+    ("optimizer=sgd zero.optimizer.sharding=whole", ["expected one of [auto, slices, tensors]"]),
+    (WHOLE, ["drop zero.optimizer.state_dtype."]),
+    # something that is not there
+    ("data.path=nowhere.txt", ["data.path", "nowhere.txt"]),
+    ("model._target_=lightning_zero.models.gpt.LitGTP", ["model._target_", "LitGTP"]),
+    ("ckpt_path=nowhere.ckpt", ["ckpt_path", "nowhere.ckpt"]),
+    ("data=synthetic zero.init_from=/nowhere", ["zero.init_from: expected a folder, got /nowhere. Change"]),
+    ("data=synthetic zero.unit.classes=[Blok]", ["got 'Blok', which does not", "zero.unit.classes=[Block]."]),
+    # a model of one's own
+    ("model._target_=torch.nn.Linear model.n_layer=3", ["model.n_layer", "torch.nn.Linear"]),
+    ("model._target_=torch.nn.Linear", ["model", "in_features"]),
+])  # fmt: skip
 def test_a_mistake_ends_in_a_sentence(command_line: Any, overrides: str, parts: list[str]) -> None:
     code, said = command_line(*overrides.split())
     assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, said

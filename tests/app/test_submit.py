@@ -143,20 +143,17 @@ def test_a_container_wraps_the_command() -> None:
     assert " --nv " not in text_of(slurm(**settings, gpus_per_node=0, tasks_per_node=1))
 
 
-@pytest.mark.parametrize(
-    ("code", "does", "earlier", "comes_back"),
-    [
-        (0, "", 0, False),
-        (0, "echo requeue >$LIGHTNING_ZERO_OUTCOME", 9, True),
-        (143, "echo requeue >$LIGHTNING_ZERO_OUTCOME", 9, True),
-        (2, "echo refused >$LIGHTNING_ZERO_OUTCOME", 0, False),
-        (143, "echo refused >$LIGHTNING_ZERO_OUTCOME", 0, False),  # some ranks were slower, and were taken down
-        (1, "", 0, True),
-        (137, "", 2, True),
-        (137, "", 3, False),
-        (137, "sleep 0.05; touch step-5.ckpt", 3, True),  # got on in the meantime
-    ],
-)
+@pytest.mark.parametrize(("code", "does", "earlier", "comes_back"), [
+    (0, "", 0, False),
+    (0, "echo requeue >$LIGHTNING_ZERO_OUTCOME", 9, True),
+    (143, "echo requeue >$LIGHTNING_ZERO_OUTCOME", 9, True),
+    (2, "echo refused >$LIGHTNING_ZERO_OUTCOME", 0, False),
+    (143, "echo refused >$LIGHTNING_ZERO_OUTCOME", 0, False),  # some ranks were slower, and were taken down
+    (1, "", 0, True),
+    (137, "", 2, True),
+    (137, "", 3, False),
+    (137, "sleep 0.05; touch step-5.ckpt", 3, True),  # got on in the meantime
+])  # fmt: skip
 def test_a_job_goes_back_to_the_queue(code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path) -> None:
     """The script in a shell, with commands that only write down."""
     run_dir = tmp_path / "run"
@@ -230,36 +227,33 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
 
 
 @pytest.mark.mainly(lambda overrides: overrides[0] in ONE_OF_A_KIND)
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["cluster=none"], "cluster: expected a cluster to submit to, got none"),
-        (["cluster=none", "cluster.partition=long"], "cluster.partition has no effect with cluster=none"),
-        (["cluster.nodes=0"], "cluster.nodes: expected a number >= 1, got 0"),
-        (["cluster.time=86400"], "cluster.time: expected hours:minutes:seconds"),
-        (["cluster.time=00:01:00"], "cluster.time: expected more than cluster.signal_delay (120 s"),
-        (["cluster.signal=KILL"], "cluster.signal: expected USR1 or USR2, got KILL"),
-        (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the processes of a node"),
-        (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4"], "cluster.tasks_per_node: expected one task for each"),
-        (["cluster.container_mounts=[/a:/b]"], "cluster.container_mounts has no effect without cluster.container"),
-        (["cluster.sbatch=[mail]"], "cluster.sbatch: expected options"),
-        (["cluster.job_name=bash"], "cluster.job_name: expected another name than bash and interactive"),
-        (["cluster.node=4"], "node"),
-        (["trainer.num_nodes=3", "cluster.nodes=4"], "trainer.num_nodes: expected 4, which is cluster.nodes, got 3"),
-        (["trainer.devices=2", "cluster.gpus_per_node=8"], "trainer.devices: expected 8, which is cluster.gpus_per"),
-        (["trainer.accelerator=cpu"], "trainer.accelerator: expected gpu with cluster.gpus_per_node=1, got cpu"),
-        (["trainer.gradient_clip_algorithm=no"], "trainer: lightning.pytorch.Trainer refuses these settings"),
-        (["ckpt_path=not/there.ckpt"], "ckpt_path: expected a checkpoint, got 'not/there.ckpt'"),
-        (["data.path=other.txt"], "data.path: expected a file"),
-        (["cluster.nodes=400", "data.batch_size=100"], "data.path: expected text for at least one batch of training"),
-        (["model.n_head=3"], "model.d_model"),
-        (["optimizer.lr=-1"], "optimizer: torch.optim.AdamW refuses these settings"),
-        (["machine=h100", "cluster.gpus_per_node=16"], "cluster.gpus_per_node: expected at most 8, which is machine.g"),
-        (["machine.gpu_memory=1MB"], "zero3 + none: lacks "),
-        (["machine.gpu_memory=2MB"], "fits with 4 GPUs"),
-        (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["cluster=none"], "cluster: expected a cluster to submit to, got none"),
+    (["cluster=none", "cluster.partition=long"], "cluster.partition has no effect with cluster=none"),
+    (["cluster.nodes=0"], "cluster.nodes: expected a number >= 1, got 0"),
+    (["cluster.time=86400"], "cluster.time: expected hours:minutes:seconds"),
+    (["cluster.time=00:01:00"], "cluster.time: expected more than cluster.signal_delay (120 s"),
+    (["cluster.signal=KILL"], "cluster.signal: expected USR1 or USR2, got KILL"),
+    (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the processes of a node"),
+    (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4"], "cluster.tasks_per_node: expected one task for each"),
+    (["cluster.container_mounts=[/a:/b]"], "cluster.container_mounts has no effect without cluster.container"),
+    (["cluster.sbatch=[mail]"], "cluster.sbatch: expected options"),
+    (["cluster.job_name=bash"], "cluster.job_name: expected another name than bash and interactive"),
+    (["cluster.node=4"], "node"),
+    (["trainer.num_nodes=3", "cluster.nodes=4"], "trainer.num_nodes: expected 4, which is cluster.nodes, got 3"),
+    (["trainer.devices=2", "cluster.gpus_per_node=8"], "trainer.devices: expected 8, which is cluster.gpus_per"),
+    (["trainer.accelerator=cpu"], "trainer.accelerator: expected gpu with cluster.gpus_per_node=1, got cpu"),
+    (["trainer.gradient_clip_algorithm=no"], "trainer: lightning.pytorch.Trainer refuses these settings"),
+    (["ckpt_path=not/there.ckpt"], "ckpt_path: expected a checkpoint, got 'not/there.ckpt'"),
+    (["data.path=other.txt"], "data.path: expected a file"),
+    (["cluster.nodes=400", "data.batch_size=100"], "data.path: expected text for at least one batch of training"),
+    (["model.n_head=3"], "model.d_model"),
+    (["optimizer.lr=-1"], "optimizer: torch.optim.AdamW refuses these settings"),
+    (["machine=h100", "cluster.gpus_per_node=16"], "cluster.gpus_per_node: expected at most 8, which is machine.g"),
+    (["machine.gpu_memory=1MB"], "zero3 + none: lacks "),
+    (["machine.gpu_memory=2MB"], "fits with 4 GPUs"),
+    (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
+])  # fmt: skip
 def test_mistakes_end_before_sbatch(
     command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path
 ) -> None:
@@ -269,13 +263,10 @@ def test_mistakes_end_before_sbatch(
     assert not (tmp_path / "script").exists()
 
 
-@pytest.mark.parametrize(
-    ("answer", "key"),
-    [
-        ("Batch job submission failed: Requested node configuration is not available", "cluster.nodes, cluster.gpus"),
-        ("something else", "cluster.*"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "key"), [
+    ("Batch job submission failed: Requested node configuration is not available", "cluster.nodes, cluster.gpus"),
+    ("something else", "cluster.*"),
+])  # fmt: skip
 def test_what_sbatch_refuses_names_the_key(command: Any, fake_sbatch: Any, answer: str, key: str) -> None:
     fake_sbatch(error=f"sbatch: error: {answer}")
     code, _, err = command(*SMALL)
@@ -339,7 +330,6 @@ def test_a_refused_run_says_so_to_the_script(in_process: Any, monkeypatch: pytes
 
 
 # -- sweeps -----------------------------------------------------------------------------------------------------------
-
 
 SBATCH = """#!{python}
 import json, os, re, sys

@@ -129,27 +129,21 @@ def test_a_checkpoint_is_tested_and_predicted_from_and_is_at_its_end(finished: F
     assert results["setup"].items() >= {"stage": "zero3", "offload": "none", "precision": "fp32", "ranks": 1}.items()
     assert results["metrics"]["test_bits_per_byte"] == pytest.approx(float(bits), abs=1e-4)
     assert "dirpath has changed" not in done.stderr
-
     done = alone(tmp_path, *settings, "task=predict", "hydra.run.dir=predict", "trainer.limit_predict_batches=8")
     written = torch.load(tmp_path / "predict" / "predictions" / "rank-0.pt")
     assert [i for indices, _ in written for i in indices] == list(range(32))
     mean = torch.cat([values for _, values in written]).mean().item()
     assert mean == pytest.approx(float(bits), abs=1e-4)
-
     done = alone(tmp_path, *settings, "hydra.run.dir=again")
     assert "\ncheckpoint: none was written: no step was left; raise trainer.max_steps" in done.stdout, done.stderr
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("more", "there"),
-    [
-        ((), "val_bits_per_byte"),
-        (("trainer.num_sanity_val_steps=0", "trainer.val_check_interval=2"), "val_bits_per_byte"),
-        (("trainer.limit_val_batches=0",), r"\(nothing was logged\)"),
-    ],
-    ids=["sanity check", "first validation", "no validation"],
-)
+@pytest.mark.parametrize(("more", "there"), [
+    ((), "val_bits_per_byte"),
+    (("trainer.num_sanity_val_steps=0", "trainer.val_check_interval=2"), "val_bits_per_byte"),
+    (("trainer.limit_val_batches=0",), r"\(nothing was logged\)"),
+], ids=["sanity check", "first validation", "no validation"])  # fmt: skip
 def test_a_metric_that_is_not_logged_is_refused_early(more: tuple[str, ...], there: str, tmp_path: Path) -> None:
     settings = ("trainer.devices=1", "trainer.max_steps=3", "hydra.run.dir=run")
     done = alone(tmp_path, *SMALL, *settings, "optimized_metric=val_bits", *more, code=2)
@@ -293,7 +287,6 @@ def test_the_command_to_go_on_names_the_checkpoint_last(monkeypatch: pytest.Monk
 
 
 # -- ``lightning-zero replay`` ----------------------------------------------------------------------------------------
-
 
 COMMAND = ("python", "-m", "lightning_zero")
 

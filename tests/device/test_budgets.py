@@ -171,7 +171,6 @@ def assert_peak(trained: Trained, settings: dict[str, Any], micro_batches: int, 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
-
 SENDING = [
     *(Case(stage, precision=precision, steps=MIXED) for stage in range(4) for precision in ("fp32", "bf16")),
     Case(1, ranks=1, even_alone=True),

@@ -266,20 +266,15 @@ def test_what_is_asked_between_steps_has_no_race(act: Callable[..., None], case:
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(Case(stage) for stage in range(4)),
-        *(Case(stage, row, precision) for stage, row in HOST_ROWS for precision in ("fp32", "bf16")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [
+    *(Case(stage) for stage in range(4)),
+    *(Case(stage, row, precision) for stage, row in HOST_ROWS for precision in ("fp32", "bf16")),
+], ids=str)  # fmt: skip
 def test_an_engine_ends_without_a_race(case: Case, trained: Trained) -> None:
     assert_none(trained(case).at_release)
 
 
 # -- a restage --------------------------------------------------------------------------------------------------------
-
 
 # Every kind of a bucket's rest comes after another kind.
 RESTS = ["zero3 none", "zero1 optimizer_cpu", "zero0 none", "zero2 none", "zero3 cpu", "zero2 optimizer_nvme"]

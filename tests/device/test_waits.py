@@ -255,7 +255,6 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "the host, for its masters to be filled": (STORAGE + "copy_cast", fill_without_waiting, UNFILLED, loads),
 }
 
-
 BY_DEFAULT = list(WITHOUT)[::3]  # some of each kind
 
 

@@ -94,7 +94,6 @@ class Virtual(Accelerator):
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
-
 _FACTORY = re.compile(r"aten::(new_.*|.*_like|empty.*|zeros|ones|full|arange|scalar_tensor)$")
 
 
@@ -137,7 +136,6 @@ def tensors_in(value: Any) -> Sequence[Tensor]:
 
 
 _ONLY_LOOK = {aten.is_same_size.default, aten._has_compatible_shallow_copy_type.default}
-
 
 _MAKERS: dict[Any, Callable[[], Any]] = {}
 

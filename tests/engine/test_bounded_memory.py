@@ -112,7 +112,6 @@ def test_ranks_that_leave_their_one_path_are_not_waited_for_without_end() -> Non
 
 # -- models without repeated blocks, divided by size ------------------------------------------------------------------
 
-
 SIZES = {UNet: (2, 3, 16, 16), Recurrent: (2, 5, 64)}
 
 

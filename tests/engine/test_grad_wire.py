@@ -173,7 +173,6 @@ def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
 
 # -- gradients that are not as autograd makes them --------------------------------------------------------------------
 
-
 PARTS = {"classes": ["Sequential"]}
 
 
@@ -308,16 +307,13 @@ def test_sums_over_two_nodes_have_the_same_bits_at_all_stages_and_in_all_ways_to
         assert_equal(found[0], other)
 
 
-@pytest.mark.parametrize(
-    ("name", "backend", "world", "exchanges"),
-    [
-        ("auto", "gloo", 32, True),
-        ("auto", "nccl", EXCHANGE_MAX_RANKS, True),
-        ("auto", "nccl", EXCHANGE_MAX_RANKS + 1, False),
-        ("plain", "nccl", 2, False),
-        ("direct", "nccl", 2, True),
-    ],
-)
+@pytest.mark.parametrize(("name", "backend", "world", "exchanges"), [
+    ("auto", "gloo", 32, True),
+    ("auto", "nccl", EXCHANGE_MAX_RANKS, True),
+    ("auto", "nccl", EXCHANGE_MAX_RANKS + 1, False),
+    ("plain", "nccl", 2, False),
+    ("direct", "nccl", 2, True),
+])  # fmt: skip
 def test_an_all_to_all_is_for_groups_of_some_ranks(name: str, backend: str, world: int, exchanges: bool) -> None:
     assert choose_transport(Transport(name), backend, world, torch.device("cpu")).exchanges is exchanges
 
@@ -325,17 +321,14 @@ def test_an_all_to_all_is_for_groups_of_some_ranks(name: str, backend: str, worl
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("precision", "comm", "words"),
-    [
-        ("fp32", {}, r"zero/precision=fp32 .*got bf16\. Choose zero/precision=bf16"),
-        ("fp16", {}, r"zero/precision=fp16"),
-        ("bf16_true", {}, r"reduce_dtype=bf16, that of the weights"),
-        ({"name": "bf16", "reduce_dtype": "bf16"}, {}, r"reduce_dtype=bf16 .*got bf16"),
-        ("bf16", {"transport": "plain"}, r"zero\.comm\.transport=plain .*got bf16"),
-        ("fp32", {"grad_comm_dtype": "int8"}, r"expected one of auto, full, bf16, got 'int8'"),
-    ],
-)
+@pytest.mark.parametrize(("precision", "comm", "words"), [
+    ("fp32", {}, r"zero/precision=fp32 .*got bf16\. Choose zero/precision=bf16"),
+    ("fp16", {}, r"zero/precision=fp16"),
+    ("bf16_true", {}, r"reduce_dtype=bf16, that of the weights"),
+    ({"name": "bf16", "reduce_dtype": "bf16"}, {}, r"reduce_dtype=bf16 .*got bf16"),
+    ("bf16", {"transport": "plain"}, r"zero\.comm\.transport=plain .*got bf16"),
+    ("fp32", {"grad_comm_dtype": "int8"}, r"expected one of auto, full, bf16, got 'int8'"),
+])  # fmt: skip
 def test_a_wire_that_would_lose_digits_is_refused(precision: Any, comm: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"grad_comm_dtype: .*{words}"):
         make_config(precision=precision, comm={"grad_comm_dtype": "bf16", **comm})

@@ -77,7 +77,7 @@ def test_all_stages_and_rows_agree_to_the_bit(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_norms_take_one_exchange_until_gradients_change() -> None:
+def test_norms_take_one_exchange_until_gradients_change_and_none_where_they_are_replicated() -> None:
     sharded, twin = trained(stage=3)
     module, head = sharded.module, sharded.module.head
     with sharded, exchanges() as met:
@@ -87,7 +87,6 @@ def test_norms_take_one_exchange_until_gradients_change() -> None:
         head.weight.grad.norm(1)
         assert len(met) == 2
         before = head.bias.grad.norm()
-
         norm = lightning_zero.clip_grad_norm_(module, 1e-3)
         torch.testing.assert_close(head.bias.grad.norm(), before * 1e-3 / norm)
         assert len(met) == 3
@@ -106,10 +105,6 @@ def test_norms_take_one_exchange_until_gradients_change() -> None:
             expected = head.bias.grad.norm()
         torch.testing.assert_close(head.bias.grad.norm(), expected)
         assert len(met) == 6
-
-
-@on_ranks(2)
-def test_replicated_gradients_need_no_other_rank() -> None:
     sharded, _ = trained(stage=0)
     with sharded, exchanges() as met:
         if dist.get_rank() == 0:
@@ -194,14 +189,11 @@ def test_a_read_inside_a_backward_is_refused() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("read", "own", "others"),
-    [
-        ("norm", "norms of gradients", r"norm\(\)"),
-        ("abs", "a read of the gradient of head", r"a read of \.grad,"),
-        ("clip", "norm of gradients", "norm of gradients"),
-    ],
-)
+@pytest.mark.parametrize(("read", "own", "others"), [
+    ("norm", "norms of gradients", r"norm\(\)"),
+    ("abs", "a read of the gradient of head", r"a read of \.grad,"),
+    ("clip", "norm of gradients", "norm of gradients"),
+])  # fmt: skip
 def test_a_rank_that_asks_alone_gets_an_error(read: str, own: str, others: str) -> None:
     """And so does the other one, which goes on to its step and its next backward."""
     group = dist.new_group()  # in which a message is lost
@@ -326,8 +318,7 @@ def test_torch_s_clipping_is_that_of_plain_gradients(stage: int, foreach: bool |
         for grad in grads:
             grad.clamp_(-1e-3, 1e-3)
         assert_same(sharded, twin, grads=True)
-        for side in (sharded, twin):
-            side.step()
+        step_and_clear(sharded, twin)
         assert_same(sharded, twin)
 
 
@@ -360,8 +351,7 @@ def test_changes_in_place_are_made_in_their_order(stage: int) -> None:
             if not step:
                 for side in (sharded, twin):
                     language_work(side, 5)
-        for side in (sharded, twin):
-            side.step()
+        step_and_clear(sharded, twin)
         assert_same(sharded, twin)
 
 

@@ -104,7 +104,6 @@ def test_whole_steps_without_values(stage: int, precision: str, built_on: str) -
 
 # -- what the system says a process holds: a wide model with a tiny batch ---------------------------------------------
 
-
 SCRIPT = """
 import gc, json, sys
 import psutil, torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.sample  # a case shows all stages
 BOTH = (False, True)
 PREFETCH = pytest.mark.parametrize("prefetch_bytes", [0, 10**6])
 AGAIN = pytest.mark.parametrize("how", ["blocks", "offload"])  # what is computed again
+image_work = functools.partial(mean_square, shape=(2, 3, WIDTH))  # of ``image``
 
 
 def image(step: int) -> Tensor:
@@ -35,12 +37,7 @@ def image(step: int) -> Tensor:
     return floats(step, 2, 3, WIDTH)
 
 
-def image_work(side: Side, step: int) -> Tensor:
-    return mean_square_of(side, image(step))
-
-
 # -- containers, keywords, several times ------------------------------------------------------------------------------
-
 
 Pair = namedtuple("Pair", ["value", "other"])
 
@@ -138,7 +135,6 @@ def test_inputs_and_outputs_of_units_are_changed_in_place() -> None:
     relu = lambda: Does(lambda m, x: m.linear(m.act_(x)), act_=nn.ReLU(inplace=True), linear=linear())  # noqa: E731
     check(lambda: nn.Sequential(linear(), relu(), relu()), mean_square, stage=OUTER_STAGES)
     check(adding, mean_square, stage=OUTER_STAGES)
-
     layers = lambda: [m for _ in range(3) for m in (linear(), nn.ReLU(inplace=True), nn.LayerNorm(WIDTH))]  # noqa: E731
     classes = ["Linear", "ReLU", "LayerNorm"]
     check(lambda: nn.Sequential(*layers()), image_work, stage=OUTER_STAGES, unit={"classes": classes})

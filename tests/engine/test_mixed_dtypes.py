@@ -36,7 +36,6 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rmsprop": (torch.optim.RMSprop, {"centered": True}),
 }
 
-
 # -- rounding ---------------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +115,6 @@ def test_no_whole_copy_of_gradients_in_another_dtype(stage: int, optimizer: str)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-
 
 STOCHASTIC = {"name": "bf16_true", "stochastic_rounding": True}
 

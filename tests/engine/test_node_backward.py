@@ -50,7 +50,6 @@ def kept(side: Sharded) -> list[Tensor]:
 
 # -- parity -----------------------------------------------------------------------------------------------------------
 
-
 BOOLS = (False, True)
 SETTINGS = {
     "precision": ("fp32", "bf16"),
@@ -253,16 +252,13 @@ def test_the_plan_of_a_machine_knows_it() -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("refuses", "words"),
-    [
-        (lambda: settings_of(stage=2), r".* got node_backward with zero/stage=zero2\. Choose zero/stage=zero3"),
-        (lambda: settings_of(offload="cpu"), r".* got node_backward with zero/offload=cpu\. Choose"),
-        (lambda: within_nodes("aaaa"), r"several nodes of several ranks each, got one node .*hybrid_shard=flat"),
-        (lambda: within_nodes("abcd"), r"several nodes of several ranks each, got one rank on each"),
-        (lambda: within_nodes("aaab"), r"the same number of ranks on every node, got 3 on a, 1 on b"),
-    ],
-)
+@pytest.mark.parametrize(("refuses", "words"), [
+    (lambda: settings_of(stage=2), r".* got node_backward with zero/stage=zero2\. Choose zero/stage=zero3"),
+    (lambda: settings_of(offload="cpu"), r".* got node_backward with zero/offload=cpu\. Choose"),
+    (lambda: within_nodes("aaaa"), r"several nodes of several ranks each, got one node .*hybrid_shard=flat"),
+    (lambda: within_nodes("abcd"), r"several nodes of several ranks each, got one rank on each"),
+    (lambda: within_nodes("aaab"), r"the same number of ranks on every node, got 3 on a, 1 on b"),
+])  # fmt: skip
 def test_rows_and_nodes_that_it_cannot_work_with_are_refused(refuses: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=f"(hybrid_shard|node_backward): expected {words}"):
         refuses()

@@ -231,10 +231,7 @@ def assert_set(event: threading.Event) -> None:
 
 @on_ranks(1)
 def test_a_write_behind_that_fails_is_told_by_the_next_read(tmp_path: Path) -> None:
-    def broken(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with shard_in_file(tmp_path, Tier.nvme, broken) as (file, storage):
+    with shard_in_file(tmp_path, Tier.nvme, _broken) as (file, storage):
         for _ in range(2):  # the write after it says nothing of it either
             with opened(storage, changed=True):
                 file.update(storage.master)
@@ -351,7 +348,7 @@ class _OfBucket:
         return StepJob(self, run)  # type: ignore[arg-type]
 
 
-def _broken() -> None:
+def _broken(*_: object) -> None:
     raise OSError(errno.EIO, "the disk")
 
 

@@ -53,7 +53,6 @@ class AtOnce(Accelerator):
 
 STREAMS = mock.patch.dict(lightning_zero.device._KINDS, {"cpu": AtOnce})
 
-
 # -- gradients that are copied into the buffer of their bucket in one call --------------------------------------------
 
 
@@ -191,7 +190,6 @@ def streams() -> Iterator[None]:
 
 
 compare_on_streams = functools.partial(compare, stage=3, build=lambda: Model(width=64), under=streams)
-
 
 CASES = [  # by which norm gradients are clipped, or twice
     ("optimizer_cpu", "fp32", "2", 1),

@@ -345,7 +345,6 @@ def test_a_parameter_keeps_all_that_it_carries_on_its_way_to_another_device(
     removed = weight.register_hook(lambda grad: seen.append("removed"))
     weight.register_post_accumulate_grad_hook(lambda param: seen.append("after"))
     reference, before = weakref.ref(weight), [id(p) for p in module.parameters()]  # no list of them: torch counts
-
     engine = lightning_zero.shard(module, stage=stage, device=device)
     removed.remove()
     weight.register_hook(lambda grad: seen.append("later"))

@@ -29,9 +29,7 @@ pytestmark = pytest.mark.sample  # a case shows all stages
 BOTH = (False, True)
 REENTRANT = pytest.mark.parametrize("reentrant", BOTH, ids=["nonreentrant", "reentrant"])
 
-
 image_work = functools.partial(mean_square, shape=(2, 3, WIDTH))  # the output of a Linear is then a view
-
 
 # -- modules used more than once, and parts for themselves ------------------------------------------------------------
 

@@ -187,15 +187,12 @@ def odd_model(what: str, rank: int) -> nn.Module:
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(
-    ("what", "place"),
-    [
-        ("shape", r"0\.0\.weight"),
-        ("depth", r"no parameter.*2\.0\.weight"),
-        ("frozen", r"0\.0\.weight"),
-        ("dtype", "float64"),
-    ],
-)
+@pytest.mark.parametrize(("what", "place"), [
+    ("shape", r"0\.0\.weight"),
+    ("depth", r"no parameter.*2\.0\.weight"),
+    ("frozen", r"0\.0\.weight"),
+    ("dtype", "float64"),
+])  # fmt: skip
 def test_models_that_differ_are_refused_on_all_ranks(what: str, place: str, stage: int) -> None:
     with pytest.raises(ConfigError, match=rf"expected the same model on all ranks, got .*{place}"):
         lightning_zero.shard(odd_model(what, dist.get_rank()), stage=stage)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero import ZeroMonitor, ZeroStrategy
-from lightning_zero.config import ConfigError, OptimizerConfig
 from lightning_zero.trainer.precision import ZeroPrecision
 from tests.engine.sides import Sharded, Side, Twin, step_and_clear, with_twin
 from tests.engine.support import assert_same
@@ -69,11 +68,6 @@ def test_as_many_skipped_steps_in_a_row_as_allowed_are_an_error_with_the_names()
             else:
                 sharded.step()
             sharded.zero_grad()
-
-
-def test_a_limit_below_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="zero.optimizer.skip_nonfinite: expected a number > 0, got 0"):
-        OptimizerConfig(skip_nonfinite=0)
 
 
 class Poisoned(Lit):

@@ -358,26 +358,22 @@ def test_module_that_its_user_has_split_keeps_its_styles() -> None:
             assert_alike(engine, trained(module, optimizer, own_rows(2)), expected, found)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        *(
-            (settings, "zero.tensor_parallel=2: expected 1 with zero")  # what is not proved with parts
-            for settings in (
-                {"sequence_parallel": 2},
-                {"vertical_chunks": 2, "activation_checkpointing": "blocks"},
-                {"compile": "blocks"},
-                {"stage": 1, "optimizer": {"state_dtype": "bf16"}, "precision": "bf16"},
-                {"gather_after_fit": True},
-                {"comm": {"hybrid_shard": "node"}},
-                {"precision": "float8"},
-            )
-        ),
-        ({"tensor_parallel": 1, "tensor_plan": PLAN}, "zero.tensor_plan has no effect with zero.tensor_parallel=1"),
-        ({"tensor_plan": {"head": "columns"}}, r"zero.tensor_plan: expected a mapping of names to one of colwise, row"),
-    ],
-    ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    *(
+        (settings, "zero.tensor_parallel=2: expected 1 with zero")  # what is not proved with parts
+        for settings in (
+            {"sequence_parallel": 2},
+            {"vertical_chunks": 2, "activation_checkpointing": "blocks"},
+            {"compile": "blocks"},
+            {"stage": 1, "optimizer": {"state_dtype": "bf16"}, "precision": "bf16"},
+            {"gather_after_fit": True},
+            {"comm": {"hybrid_shard": "node"}},
+            {"precision": "float8"},
+        )
+    ),
+    ({"tensor_parallel": 1, "tensor_plan": PLAN}, "zero.tensor_plan has no effect with zero.tensor_parallel=1"),
+    ({"tensor_plan": {"head": "columns"}}, r"zero.tensor_plan: expected a mapping of names to one of colwise, row"),
+], ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "")  # fmt: skip
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_config(ZeroConfig(), **{"tensor_parallel": 2, **settings})

@@ -138,16 +138,12 @@ def test_as_many_samples_as_tokens() -> None:
             backward(module, plain, torch.randn(ROWS, ROWS, WIDTH))
 
 
-@pytest.mark.parametrize(
-    ("work", "k", "words"),
-    [
-        (lambda m, x: m.inner(x - x.mean(0)), 4, r"gives for 4 samples .* got a result \[2, 5, 8\] with other values"),
-        # As long as a chunk, and not.
-        (lambda m, x: (m.inner(x), x.mean((0, 1))[:2]), 4, r"a result \[2\] with one that is not of samples"),
-        (lambda m, x: (m.inner(x), x.mean((0, 1))[:2]), 2, r"a result \[2\] with one that is not of samples"),
-    ],
-    ids=["a mean", "a result like chunks", "a result unlike chunks"],
-)
+@pytest.mark.parametrize(("work", "k", "words"), [
+    (lambda m, x: m.inner(x - x.mean(0)), 4, r"gives for 4 samples .* got a result \[2, 5, 8\] with other values"),
+    # As long as a chunk, and not.
+    (lambda m, x: (m.inner(x), x.mean((0, 1))[:2]), 4, r"a result \[2\] with one that is not of samples"),
+    (lambda m, x: (m.inner(x), x.mean((0, 1))[:2]), 2, r"a result \[2\] with one that is not of samples"),
+], ids=["a mean", "a result like chunks", "a result unlike chunks"])  # fmt: skip
 def test_a_block_that_couples_samples_is_refused_and_run_whole_in_an_evaluation(work: Any, k: int, words: str) -> None:
     """A mean over the batch is no table: no division gives what the whole batch gives."""
     module, batch = network(work, lambda m, batch: ()), torch.randn(ROWS, LENGTH, WIDTH)

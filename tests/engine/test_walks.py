@@ -30,7 +30,6 @@ from tests.models import Model
 
 ROOT = Path(lightning_zero.__file__).parent
 
-
 WALK_OF_A_PARAMETER = {
     "engine/units/param_store.py",
     "engine/units/master_storage.py",
@@ -40,7 +39,6 @@ WALK_OF_A_PARAMETER = {
     "engine/units/param.py",
     "engine/passes/saved_weights.py",
 }
-
 
 WALK_OF_A_GRADIENT = {
     "engine/passes/hooks.py",

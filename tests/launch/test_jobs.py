@@ -272,7 +272,6 @@ def test_a_wrong_allocation_ends_before_training(tmp_path: Path) -> None:
 
 # -- two machines with a network between them: as root, with network namespaces ---------------------------------------
 
-
 STALL_S = 15
 
 

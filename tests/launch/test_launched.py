@@ -47,24 +47,21 @@ def environ() -> Iterator[Any]:
         yield replace
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        (TORCHRUN, Launched(by="torchrun", **PLACE)),
-        (SRUN, Launched(by="srun", **PLACE)),
-        (OPEN_MPI, Launched(by="mpirun", **PLACE)),
-        (MPICH, Launched(by="mpirun", **PLACE)),
-        (SRUN | TORCHRUN, Launched(by="torchrun", **PLACE)),  # in a job of SLURM
-        (SRUN | {"SLURM_JOB_NAME": "bash"}, None),  # a shell in an allocation
-        ({}, None),
-        ({"LOCAL_RANK": "1"}, Launched(by="plain", local_rank=1)),  # told in part
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_NNODES": "3"},
-            Launched(by="srun", rank=0, world_size=6, local_world_size=2, nodes=3),
-        ),
-        (UNEVEN, Launched(by="srun", **PLACE | {"world_size": 3, "local_world_size": 1})),
-    ],
-)
+@pytest.mark.parametrize(("environ", "expected"), [
+    (TORCHRUN, Launched(by="torchrun", **PLACE)),
+    (SRUN, Launched(by="srun", **PLACE)),
+    (OPEN_MPI, Launched(by="mpirun", **PLACE)),
+    (MPICH, Launched(by="mpirun", **PLACE)),
+    (SRUN | TORCHRUN, Launched(by="torchrun", **PLACE)),  # in a job of SLURM
+    (SRUN | {"SLURM_JOB_NAME": "bash"}, None),  # a shell in an allocation
+    ({}, None),
+    ({"LOCAL_RANK": "1"}, Launched(by="plain", local_rank=1)),  # told in part
+    (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_NNODES": "3"},
+        Launched(by="srun", rank=0, world_size=6, local_world_size=2, nodes=3),
+    ),
+    (UNEVEN, Launched(by="srun", **PLACE | {"world_size": 3, "local_world_size": 1})),
+])  # fmt: skip
 def test_each_launcher_tells_the_place_of_a_rank(environ: dict[str, str], expected: Launched | None) -> None:
     assert launched(environ) == expected
 
@@ -77,19 +74,16 @@ def test_tasks_per_node_as_slurm_writes_them() -> None:
 # -- allocations ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("environment", "variables", "nodes", "devices", "words"),
-    [
-        (SLURMEnvironment, UNEVEN, 1, 3, ["as many processes on every node, got 1 on this one and 3 on 2 nodes"]),
-        (TorchElasticEnvironment, TORCHRUN, 1, 2, ["4 processes", "torchrun", "1 x 2 = 2", "trainer.num_nodes=2"]),
-        (TorchElasticEnvironment, TORCHRUN, 1, 4, ["1 x 4 = 4", "torchrun --nnodes=1 --nproc-per-node=4"]),
-        (SLURMEnvironment, SRUN, 2, 8, ["4 processes", "2 x 8 = 16", "srun --nodes=2 --ntasks-per-node=8"]),
-        (own_environment, {**OPEN_MPI, "MASTER_ADDR": "a"}, 1, 1, ["4 processes", "mpirun", "1 x 1 = 1"]),
-        (LightningEnvironment, {}, 2, 2, ["MASTER_PORT, NODE_RANK", "trainer.num_nodes=1", "torchrun --nnodes=2"]),
-        (LightningEnvironment, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, 2, 2, ["expected NODE_RANK", "0 .. 1"]),
-        (LightningEnvironment, {**BY_HAND, "NODE_RANK": "2"}, 2, 2, ["NODE_RANK", "0 .. 1", "'2'"]),
-    ],
-)
+@pytest.mark.parametrize(("environment", "variables", "nodes", "devices", "words"), [
+    (SLURMEnvironment, UNEVEN, 1, 3, ["as many processes on every node, got 1 on this one and 3 on 2 nodes"]),
+    (TorchElasticEnvironment, TORCHRUN, 1, 2, ["4 processes", "torchrun", "1 x 2 = 2", "trainer.num_nodes=2"]),
+    (TorchElasticEnvironment, TORCHRUN, 1, 4, ["1 x 4 = 4", "torchrun --nnodes=1 --nproc-per-node=4"]),
+    (SLURMEnvironment, SRUN, 2, 8, ["4 processes", "2 x 8 = 16", "srun --nodes=2 --ntasks-per-node=8"]),
+    (own_environment, {**OPEN_MPI, "MASTER_ADDR": "a"}, 1, 1, ["4 processes", "mpirun", "1 x 1 = 1"]),
+    (LightningEnvironment, {}, 2, 2, ["MASTER_PORT, NODE_RANK", "trainer.num_nodes=1", "torchrun --nnodes=2"]),
+    (LightningEnvironment, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, 2, 2, ["expected NODE_RANK", "0 .. 1"]),
+    (LightningEnvironment, {**BY_HAND, "NODE_RANK": "2"}, 2, 2, ["NODE_RANK", "0 .. 1", "'2'"]),
+])  # fmt: skip
 def test_a_wrong_allocation_says_expected_found_and_what_to_change(
     environ: Any, environment: type, variables: dict[str, str], nodes: int, devices: int, words: list[str]
 ) -> None:

@@ -59,22 +59,19 @@ def test_every_callback_of_lightning_is_in_the_table() -> None:
 SAME = {"a": [1.0, float("nan"), torch.ones(2)], "b": ("x", None, 1)}
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "differ"),
-    [
-        (SAME, SAME, False),
-        ({"a": 1.0 + 1e-7}, {"a": 1.0}, False),
-        ({"a": 1.0}, {"a": 1.1}, True),
-        ({"a": 1}, {"b": 1}, True),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
-        ([1, 2], [1], True),
-        (1, 1.0, True),
-        (torch.ones(2), torch.ones(2).double(), True),
-        (torch.ones(2), torch.ones(2, 1), True),
-        (torch.ones(2), torch.tensor([1.0, float("nan")]), True),
-        ("a", "b", True),
-        (None, [1], True),
-    ],
-)
+@pytest.mark.parametrize(("found", "expected", "differ"), [
+    (SAME, SAME, False),
+    ({"a": 1.0 + 1e-7}, {"a": 1.0}, False),
+    ({"a": 1.0}, {"a": 1.1}, True),
+    ({"a": 1}, {"b": 1}, True),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
+    ([1, 2], [1], True),
+    (1, 1.0, True),
+    (torch.ones(2), torch.ones(2).double(), True),
+    (torch.ones(2), torch.ones(2, 1), True),
+    (torch.ones(2), torch.tensor([1.0, float("nan")]), True),
+    ("a", "b", True),
+    (None, [1], True),
+])  # fmt: skip
 def test_differences_are_found_in_nested_results(found: Any, expected: Any, differ: bool) -> None:
     assert bool(list(differences(found, expected, 1e-5))) is differ

@@ -141,20 +141,16 @@ def test_the_slowest_resource_binds() -> None:
 
 # -- the least time of a step -----------------------------------------------------------------------------------------
 
-
 UNIT = Rates(compute=1, device_memory=1, host_memory=1, to_device=1, to_host=1, disk_read=1, disk_write=2)
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        (Offload.none, {"device_memory": 28}),
-        (Offload.optimizer_cpu, {"host_memory": 28, "to_host": 4, "to_device": 4}),
-        (Offload.cpu, {"host_memory": 28, "to_host": 4, "to_device": 8}),
-        (Offload.optimizer_nvme, {"host_memory": 28, "to_host": 4, "to_device": 2, "disk": 12 + 6}),
-        (Offload.nvme, {"host_memory": 28, "to_host": 4, "to_device": 4, "disk": 12 + 6 + 4 + 1}),
-    ],
-)
+@pytest.mark.parametrize(("row", "expected"), [
+    (Offload.none, {"device_memory": 28}),
+    (Offload.optimizer_cpu, {"host_memory": 28, "to_host": 4, "to_device": 4}),
+    (Offload.cpu, {"host_memory": 28, "to_host": 4, "to_device": 8}),
+    (Offload.optimizer_nvme, {"host_memory": 28, "to_host": 4, "to_device": 2, "disk": 12 + 6}),
+    (Offload.nvme, {"host_memory": 28, "to_host": 4, "to_device": 4, "disk": 12 + 6 + 4 + 1}),
+])  # fmt: skip
 def test_work_of_a_row_by_resource(row: Offload, expected: dict[str, int]) -> None:
     """By parameter, under bf16 with fp32 gradients."""
     shape = BucketShape(1, (8192,), Itemsizes(2, 4, 4, 4))

@@ -93,20 +93,18 @@ C, M, G, S = Role.compute_param, Role.master_param, Role.grad, Role.optim_state
 RING = RING_COUNT * RING_NBYTES
 
 
-@pytest.mark.parametrize(
-    ("stage", "offload", "mixed", "expected"),
-    [  # 8192 parameters on 2 ranks: 4096 on each, in whole pages
-        (1, "optimizer_cpu", True, {(C, D): 2 * 8192, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
-        (1, "optimizer_cpu", False, {(C, D): 4 * 8192, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 4 * 4096}),
-        (3, "optimizer_cpu", True, {(C, D): 2 * 4096, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
-        (3, "cpu", True, {(M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
-        (3, "cpu", False, {(C, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 4 * 4096}),
-        (3, "optimizer_nvme", True, {(C, D): 2 * 4096, (M, N): 4 * 4096, (S, N): 8 * 4096, (G, H): 2 * 4096}),
-        (3, "optimizer_cpu_param_nvme", True, {(C, N): 8192, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
-        (3, "nvme", True, {(C, N): 2 * 4096, (M, N): 4 * 4096, (S, N): 8 * 4096, (G, H): 2 * 4096}),
-        (3, "nvme", False, {(C, N): 4 * 4096, (M, N): 4 * 4096, (S, N): 8 * 4096, (G, H): 4 * 4096}),
-    ],
-)
+@pytest.mark.parametrize(("stage", "offload", "mixed", "expected"), [
+    # 8192 parameters on 2 ranks: 4096 on each, in whole pages
+    (1, "optimizer_cpu", True, {(C, D): 2 * 8192, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
+    (1, "optimizer_cpu", False, {(C, D): 4 * 8192, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 4 * 4096}),
+    (3, "optimizer_cpu", True, {(C, D): 2 * 4096, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
+    (3, "cpu", True, {(M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
+    (3, "cpu", False, {(C, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 4 * 4096}),
+    (3, "optimizer_nvme", True, {(C, D): 2 * 4096, (M, N): 4 * 4096, (S, N): 8 * 4096, (G, H): 2 * 4096}),
+    (3, "optimizer_cpu_param_nvme", True, {(C, N): 8192, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
+    (3, "nvme", True, {(C, N): 2 * 4096, (M, N): 4 * 4096, (S, N): 8 * 4096, (G, H): 2 * 4096}),
+    (3, "nvme", False, {(C, N): 4 * 4096, (M, N): 4 * 4096, (S, N): 8 * 4096, (G, H): 4 * 4096}),
+])  # fmt: skip
 def test_bytes_by_tier(stage: int, offload: str, mixed: bool, expected: dict[tuple[Role, Tier], int]) -> None:
     tiers = OFFLOADS[Offload[offload]]
     held = planned_bytes([bucket([8192], 2, Stage(f"zero{stage}"), mixed=mixed, tiers=tiers)], 0)
@@ -149,16 +147,13 @@ def test_a_peak_is_at_least_what_rests(shapes: list[BucketShape], row: tuple[Sta
 # -- peaks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prefetch", "keep", "forward", "backward"),
-    [
-        (0, 0, 10 + 100, 10 + 100),  # the root and the unit in use
-        (1, 0, 10 + 200, 10 + 200),  # one is always gathered ahead
-        (200, 0, 10 + 300, 10 + 300),
-        (0, 200, 10 + 300, 10 + 300),  # 4 stays by itself; 3 and 2 are kept
-        (10_000, 0, 10 + 400, 10 + 400),
-    ],
-)
+@pytest.mark.parametrize(("prefetch", "keep", "forward", "backward"), [
+    (0, 0, 10 + 100, 10 + 100),  # the root and the unit in use
+    (1, 0, 10 + 200, 10 + 200),  # one is always gathered ahead
+    (200, 0, 10 + 300, 10 + 300),
+    (0, 200, 10 + 300, 10 + 300),  # 4 stays by itself; 3 and 2 are kept
+    (10_000, 0, 10 + 400, 10 + 400),
+])  # fmt: skip
 def test_gathered_bytes_peak_by_prefetch_and_kept_units(prefetch: int, keep: int, forward: int, backward: int) -> None:
     assert gathered_peaks([10, 100, 100, 100, 100], Limits(prefetch, keep, 1)) == (forward, backward)
 

@@ -106,7 +106,6 @@ def test_an_exception_of_a_ranks_own_is_told_and_consequences_are_not(elsewhere:
 
 def test_without_the_store_it_is_its_holder(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-
     gone = SimpleNamespace(**dict.fromkeys(("get", "set", "check", "compare_set"), mock.Mock(side_effect=RuntimeError)))
     _, peers = ranks(2)
     peers[1].answer()

@@ -120,14 +120,10 @@ def _one_ends(gone: int) -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize(
-    ("error", "expected", "message"),
-    [
-        (ConfigError("zero.x: expected 1, got 2."), ConfigError, r"zero\.x: expected 1, got 2\."),
-        (KeyError("y"), RuntimeError, "rank 1 failed with KeyError: 'y'"),
-    ],
-    ids=["refusal", "error"],
-)
+@pytest.mark.parametrize(("error", "expected", "message"), [
+    (ConfigError("zero.x: expected 1, got 2."), ConfigError, r"zero\.x: expected 1, got 2\."),
+    (KeyError("y"), RuntimeError, "rank 1 failed with KeyError: 'y'"),
+], ids=["refusal", "error"])  # fmt: skip
 def test_what_fails_on_one_rank_fails_on_all(error: Exception, expected: type[Exception], message: str) -> None:
     own = waits(30.0)
     undone: list[int] = []

@@ -25,7 +25,6 @@ FOREVER_S = 60.0
 LONG_S = 1.2  # one that stands still and is watched has ended by then
 NUMBER = 10**6
 
-
 WATCHED = """
 import sys, time
 from datetime import timedelta

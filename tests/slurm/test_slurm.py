@@ -271,13 +271,10 @@ def test_plain_srun_is_enough(folder: Path) -> None:
     assert "validation bits per byte: " in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("cluster.partition=other", "invalid partition specified: other"),
-        ("cluster.nodes=9", "More processors requested"),
-    ],
-)
+@pytest.mark.parametrize(("override", "words"), [
+    ("cluster.partition=other", "invalid partition specified: other"),
+    ("cluster.nodes=9", "More processors requested"),
+])  # fmt: skip
 def test_what_sbatch_refuses_names_the_key(folder: Path, override: str, words: str) -> None:
     done = command("submit", *RUN, *CLUSTER, "cluster.tasks_per_node=1", override, folder=folder, check=2)
     assert f"sbatch refuses the job: {words}" in done.stderr.replace("Batch job submission failed: ", "")

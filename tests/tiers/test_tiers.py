@@ -191,21 +191,18 @@ V2_PARENT = under(f"{V2}/job", cgroup(2, 80_000, 70_000))  # one above has less 
 V1_SELF = "11:cpu,cpuacct:/x\n4:hugetlb,memory:/job/a\n0::/\n"
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 1_024_000),  # no cgroup: the machine's
-        ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, 90_000, 60_000, 700, 5000))}, 35_700),
-        ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, "max", 60_000))}, 1_024_000),
-        ({"proc/self/cgroup": "0::/job/a\n", **V2_PARENT, **under(f"{V2}/job/a", cgroup(2, 90_000, 60_000))}, 10_000),
-        # in a container the path is the host's, the mount our own
-        ({"proc/self/cgroup": "0::/docker/0ab1\n", **under(V2, cgroup(2, 90_000, 50_000))}, 40_000),
-        ({"proc/self/cgroup": V1_SELF, **under(f"{V1}/job/a", cgroup(1, 90_000, 60_000, 500, 20))}, 30_520),
-        ({"proc/self/cgroup": V1_SELF, **under(V1, cgroup(1, 90_000, 55_000))}, 35_000),
-        ({"proc/self/cgroup": V1_SELF, **under(f"{V1}/job/a", cgroup(1, 9223372036854771712, 60_000))}, 1_024_000),
-        ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, 90_000, 95_000))}, 0),
-    ],
-)
+@pytest.mark.parametrize(("files", "expected"), [
+    ({}, 1_024_000),  # no cgroup: the machine's
+    ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, 90_000, 60_000, 700, 5000))}, 35_700),
+    ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, "max", 60_000))}, 1_024_000),
+    ({"proc/self/cgroup": "0::/job/a\n", **V2_PARENT, **under(f"{V2}/job/a", cgroup(2, 90_000, 60_000))}, 10_000),
+    # in a container the path is the host's, the mount our own
+    ({"proc/self/cgroup": "0::/docker/0ab1\n", **under(V2, cgroup(2, 90_000, 50_000))}, 40_000),
+    ({"proc/self/cgroup": V1_SELF, **under(f"{V1}/job/a", cgroup(1, 90_000, 60_000, 500, 20))}, 30_520),
+    ({"proc/self/cgroup": V1_SELF, **under(V1, cgroup(1, 90_000, 55_000))}, 35_000),
+    ({"proc/self/cgroup": V1_SELF, **under(f"{V1}/job/a", cgroup(1, 9223372036854771712, 60_000))}, 1_024_000),
+    ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, 90_000, 95_000))}, 0),
+])  # fmt: skip
 def test_available_memory_is_the_cgroups(tmp_path: Path, files: dict[str, str], expected: int) -> None:
     for name, text in {"proc/meminfo": "MemTotal: 5000 kB\nMemAvailable: 1000 kB\n", **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

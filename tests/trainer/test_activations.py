@@ -138,7 +138,6 @@ def test_other_batch_sizes_follow_from_two(name: str) -> None:
 
 # -- the plan of a step beside what a step allocates ------------------------------------------------------------------
 
-
 LENGTH = 96
 # No plan knows whether the reduction before has landed when the next unit's gradients begin to come (a buffer of one
 # unit, more or less), nor the scratch memory of oneDNN's products in bf16: 0.2 to 0.9 MB, which hardly grows with the

@@ -140,7 +140,6 @@ def test_old_file_stays_when_the_new_one_fails(tmp_path: Path) -> None:
 
 # -- what a dead run of a job has left goes with the next start of that job -------------------------------------------
 
-
 TOP: dict[str, dict[str, Any]] = {
     "1": {"save_top_k": 1},
     "2 by metric": {"save_top_k": 2, "monitor": "step", "mode": "max"},
@@ -159,9 +158,8 @@ def job_named(name: str) -> Any:
 
 def train(root: Path, top: str, folder: str = "checkpoints", **settings: Any) -> tuple[Any, str]:
     save = ModelCheckpoint(root / folder, every_n_train_steps=2, filename="{step}", save_last="link", **TOP[top])
-    out = io.StringIO()
     settings = {"enable_checkpointing": True, "callbacks": [save, NoteJob(str(root))], **settings}
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         fit("zero3", root, **settings)
     dist.barrier()
     return save, out.getvalue()

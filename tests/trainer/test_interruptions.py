@@ -236,8 +236,7 @@ def test_all_ranks_leave_together_when_one_gets_sigterm(accumulate: int, tmp_pat
     settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
     whole = fit("zero3", tmp_path, **settings)
     module = seeded(lambda: Terminated(1, dist.get_world_size() - 1))
-    out = io.StringIO()
-    with pytest.raises(SIGTERMException) as stop, contextlib.redirect_stdout(out):
+    with pytest.raises(SIGTERMException) as stop, contextlib.redirect_stdout(io.StringIO()) as out:
         fit("zero3", tmp_path, module, **settings)
     assert stop.value.code == 143
     step = 2 if accumulate == 1 else 1
@@ -272,8 +271,7 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
     kept: list[list[str]] = []
     look = LambdaCallback(on_train_batch_start=lambda *_: kept.append(files(tmp_path, "hpc_ckpt_*")))
     of, module = saves_by_the_clock(tmp_path, limit_val_batches=0, callbacks=[look]), seeded(Signalled)
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         of.fit(module, loader())
     assert module.losses == whole.losses
     assert module.saved_at == list(range(2 * EPOCH))  # also what was loaded; not after the last step
@@ -393,8 +391,7 @@ class Told:
 def test_ranks_finish_the_validation_and_leave(rank: int, tmp_path: Path) -> None:
     module = seeded(lambda: InValidation(1, rank))
     of = trainer("zero3", tmp_path)
-    out = io.StringIO()
-    with pytest.raises(SystemExit) as stop, contextlib.redirect_stdout(out):
+    with pytest.raises(SystemExit) as stop, contextlib.redirect_stdout(io.StringIO()) as out:
         of.fit(module, loader(), loader())
     assert stop.value.code == 143 and of.received_sigterm
     assert module.validated == [(EPOCH, batch) for batch in range(EPOCH)]

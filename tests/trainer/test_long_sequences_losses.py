@@ -77,13 +77,6 @@ def test_losses_count_each_token_once(form: str, tmp_path: Path) -> None:
     assert_parity(lambda: Loss(form), "pair", tmp_path, 2, 1, ignored=True)
 
 
-@on_ranks(2)
-def test_losses_that_are_no_means_are_refused(tmp_path: Path) -> None:
-    for form in ("sum", "each", "mse", "by name"):
-        with pytest.raises(ConfigError, match="mean over the tokens of all parts"):
-            fit(seeded(lambda f=form: Loss(f)), Texts("pair", 1), tmp_path, 2, 1)
-
-
 class Beside(Own):
     """A loss by hand beside a mean that is only logged; or one that looks so, beside a mean that it counts."""
 
@@ -104,11 +97,13 @@ class Beside(Own):
 
 
 @on_ranks(2)
-def test_other_losses_of_the_step_change_nothing(tmp_path: Path) -> None:
+def test_losses_that_are_no_means_are_refused_and_a_mean_beside_others_is_not(tmp_path: Path) -> None:
     assert_parity(lambda: Beside("mean"), "pair", tmp_path, 2, 1, ignored=True)
-    for form in ("by hand", "feature"):  # also where the first batch has as many labels in each part
+    no_means = [(Loss, form) for form in ("sum", "each", "mse", "by name")]
+    no_means += [(Beside, form) for form in ("by hand", "feature")]  # whose first batch has as many labels in each part
+    for kind, form in no_means:
         with pytest.raises(ConfigError, match="mean over the tokens of all parts"):
-            fit(seeded(lambda f=form: Beside(f)), Texts("pair", 1), tmp_path, 2, 1)
+            fit(seeded(lambda k=kind, f=form: k(f)), Texts("pair", 1), tmp_path, 2, 1)
 
 
 class Leaves(Own):

@@ -49,7 +49,6 @@ class Changed(Own):
 
 Change = Callable[[Tensor, Any, Tensor], Any]
 
-
 # What is added to activations [batch, length, 16].
 LOOKS_ALONG: dict[str, Change] = {
     "var": lambda x, *_: x.var(dim=1, keepdim=True),

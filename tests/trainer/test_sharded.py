@@ -203,7 +203,6 @@ def test_lightnings_fsdp_goes_on_from_ours_and_ours_from_its_folders(tmp_path: P
     torch.testing.assert_close(module.losses, whole.losses[-len(module.losses) :], rtol=1e-5, atol=1e-6)
     found = {key: value.full_tensor() for key, value in dcp_states.get_model_state_dict(module).items()}
     assert_weights(found, whole.weights)
-
     of, _ = fsdp2_trained(2, tmp_path)
     of.save_checkpoint(tmp_path / "fsdp2.ckpt")
     checkpoint = of._checkpoint_connector.dump_checkpoint()

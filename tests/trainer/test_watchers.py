@@ -6,7 +6,6 @@ import contextlib
 import csv
 import math
 import os
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.ranks import waits
 from lightning_zero.trainer.memory.held_bytes import held_bytes
 from tests.engine.support import places_posted_often
-from tests.harness import Pool, on_ranks
+from tests.engine.test_alone import in_a_pool
+from tests.harness import on_ranks
 from tests.trainer import toys
 from tests.trainer.toys import ALL_STAGES, Lit, assert_same, assert_weights, fit, loader, seeded, strategy_of
 
@@ -317,11 +317,7 @@ def read_on_rank_0(folder: str) -> None:
 
 def test_read_on_rank_0_while_others_log_is_refused(tmp_path: Path) -> None:
     """Rank 1 is in a reduction of Lightning's, which does not know of gathers."""
-    pool = Pool(2)  # of its own: messages are left over
-    try:
-        with contextlib.suppress(Exception):  # a rank has ended
-            pool.run(pickle.dumps((read_on_rank_0, (str(tmp_path),), {})), timeout=60.0)
-    finally:
-        pool.kill()
+    with contextlib.suppress(Exception):  # a rank has ended
+        in_a_pool(read_on_rank_0, str(tmp_path))
     said = (tmp_path / "said").read_text()
     assert "All ranks must call this, or none" in said and "self.log(sync_dist=True)" in said

@@ -355,7 +355,6 @@ def assert_same(found: Run, expected: Run, *, tolerance: float = 1e-5, what: str
     """Equal losses, metrics and weights."""
     __tracebackhide__ = True
     close = {"rtol": tolerance, "atol": tolerance}
-
     assert len(found.losses) == len(expected.losses), what
     torch.testing.assert_close(found.losses, expected.losses, msg=lambda text: f"{what} losses: {text}", **close)
     assert_weights(found.weights, expected.weights, tolerance=tolerance, what=what)

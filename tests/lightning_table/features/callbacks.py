@@ -129,7 +129,6 @@ def stochastic_weight_averaging(bench: Bench) -> Any:
 @feature("WeightAveraging")
 def weight_averaging(bench: Bench) -> Any:
     """Losses, metrics, averaged weights, without buffers, by epoch, rarely, and by a function of one's own"""
-
     by_epoch = variant(cb.WeightAveraging, should_update=lambda _, step_idx=None, epoch_idx=None: epoch_idx is not None)
     averages = [
         cb.WeightAveraging(),

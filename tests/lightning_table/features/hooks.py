@@ -100,7 +100,6 @@ def data_hooks(bench: Bench) -> Any:
 @feature("on_exception")
 def on_exception(bench: Bench) -> Any:
     """The calls of all hooks after an error on all ranks"""
-
     calls: list[str] = []
     callback = _noting(Callback, _hooks_of(Callback), calls)()
     error = bench.raised(lambda: bench.fit(seeded(variant(on_train_batch_end=lambda *_: 1 / 0)), callbacks=[callback]))

@@ -15,7 +15,6 @@ from tests.trainer.toys import Block, Lit, seeded
 
 feature = heading("Modules and their steps")
 
-
 _CLIPS = variant(on_before_optimizer_step=lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 0.1))
 feature("torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step")(_CLIPS)
 

@@ -19,7 +19,6 @@ feature('gradient_clip_algorithm="value"', fit={"gradient_clip_val": 0.02, "grad
 # With a short last window.
 feature("accumulate_grad_batches", fit={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})(Lit)
 
-
 for _name, _make in {
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True),

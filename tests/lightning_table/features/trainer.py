@@ -45,7 +45,6 @@ for _name, _settings in SETTINGS.items():
 @feature("detect_anomaly: a NaN in the backward")
 def anomaly(bench: Bench) -> Any:
     """The error"""
-
     bad = variant(training_step=lambda m, batch, batch_idx: (m(batch[0]) * 0).sqrt().sum() * 0)
     try:
         return bench.raised(lambda: bench.fit(seeded(bad), detect_anomaly=True)).partition("'")[0]
