@@ -54,6 +54,7 @@ class ResumableLoader(DataLoader[Tensor]):
 
     def __init__(self, data: Dataset[Tensor], batch_size: int, *, trainer: Trainer | None, **options: Any) -> None:
         self._trainer = trainer
+        self._resumed = -1, 0, 0  # where this run has begun: the epoch, its items done, the batches that stand for them
         # Like Lightning's sampler: ranks that share a sequence get the same samples.
         shares = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
         sampler = ShuffledFrom(
@@ -73,12 +74,9 @@ class ResumableLoader(DataLoader[Tensor]):
         if self._trainer is None:
             return {}
         loop = self._trainer.fit_loop
-        done = _processed(loop.epoch_loop.batch_progress)
-        return {
-            "items": done * self._items_per_step,
-            "epoch": _processed(loop.epoch_progress),
-            "whole": int(done >= len(self)),
-        }
+        done, epoch = _processed(loop.epoch_loop.batch_progress), _processed(loop.epoch_progress)
+        items, steps = self._resumed[1:] if self._resumed[0] == epoch else (0, 0)
+        return {"items": items + (done - steps) * self._items_per_step, "epoch": epoch, "whole": int(done >= len(self))}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if self._trainer is None or not state:
@@ -91,6 +89,7 @@ class ResumableLoader(DataLoader[Tensor]):
         self.sampler.set_epoch(state["epoch"])
         self.sampler.start = state["items"]
         self.sampler.left = self.sampler.num_samples - steps * self.batch_size
+        self._resumed = state["epoch"], state["items"], steps
         self._recount(steps)
 
     def _recount(self, steps: int) -> None:

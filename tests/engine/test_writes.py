@@ -177,6 +177,19 @@ def test_data_that_is_assigned_is_kept(
 
 @on_ranks(2)
 @STAGES
+def test_data_that_was_read_keeps_its_values_when_other_data_is_assigned(stage: int) -> None:
+    """So averaged weights are swapped in and out."""
+    with Sharded(Model(), stage=stage) as side, scope(side):
+        weight, average = side.module.head.weight, torch.full_like(side.module.head.weight, 0.5)
+        before, kept = weight.data.clone(), weight.data
+        weight.data, average = average, weight.data
+        assert torch.equal(kept, before) and torch.equal(average, before) and (weight == 0.5).all()
+        weight.data = kept
+        assert torch.equal(weight, before)
+
+
+@on_ranks(2)
+@STAGES
 @pytest.mark.parametrize("how", ["assigned", "assigned inside gather", "of another rank", "loaded"])
 def test_a_backward_of_values_that_were_replaced_is_refused(stage: int, how: str) -> None:
     """Plain graphs may hold the memory of before; ours is one buffer that is written to."""

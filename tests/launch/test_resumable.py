@@ -107,3 +107,11 @@ def test_workers_begin_at_the_place_too() -> None:
     whole = loader(24, 2, trainer(0, 2))
     whole.sampler.set_epoch(1)
     assert items(of) == items(whole)[2:]
+
+
+def test_a_second_resume_in_an_epoch_counts_from_the_first() -> None:
+    of = trainer(0, 4)
+    resumed = loader(64, 1, of)
+    resumed.load_state_dict({"items": 10, "epoch": 0, "whole": 0})
+    of.fit_loop.epoch_loop.batch_progress.current.processed += 1
+    assert resumed.state_dict()["items"] == 14

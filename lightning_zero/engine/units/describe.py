@@ -194,7 +194,10 @@ def _group(
         whole = param.numel() <= 1 or not (param.is_floating_point() or is_packed(param)) or id(param) in norms
         dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
         if find_owner(param) is not None:
-            raise ConfigError(f"parameter {fqns[0]} is sharded already, as part of another module. Shard it once.")
+            raise ConfigError(
+                f"parameter {fqns[0]} is sharded already, as part of another module. Shard it once, or end the other's "
+                "sharding before: engine.release(), after a run trainer.strategy.engine.release()."
+            )
         strides = strides_of(param)
         split, version = split_of(param), param._version
         info = ParamInfo(param, tuple(fqns), param.shape, strides, dtype, classes_of(param), split, version=version)

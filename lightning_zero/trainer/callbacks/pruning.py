@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.whole.whole_params import show_gathered
@@ -31,6 +32,11 @@ def _with_values(engine: Engine | None) -> Generator[None, None, None]:
 
 class PrunesShards(ModelPruning):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy
+        if splits := strategy.config.splits:
+            raise ConfigError(
+                f"ModelPruning: expected parameters that a rank has whole, got {splits}. Drop one of both."
+            )
         with _with_values(engine_of(pl_module)):
             super().setup(trainer, pl_module, stage)
 
