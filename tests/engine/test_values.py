@@ -420,5 +420,8 @@ def test_loading_reports_keys_like_torch() -> None:
         state["other"] = state.pop("head.bias")
         with pytest.raises(RuntimeError, match=r"Missing key.*head\.bias"):
             side.engine.load_state_dict(state)
+        other = {**state, "head.weight": state["head.weight"] + dist.get_rank()}
+        with pytest.raises(RuntimeError, match=r"loading head\.weight: expected the same values on all ranks"):
+            side.engine.load_state_dict(other, strict=False)
         keys = side.engine.load_state_dict(state, strict=False)
         assert keys.missing_keys == ["head.bias"] and keys.unexpected_keys == ["other"]

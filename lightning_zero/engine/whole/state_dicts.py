@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.passes.access import checksum
 from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -38,7 +40,7 @@ from lightning_zero.engine.whole.values import (
 from lightning_zero.engine.whole.whole_params import masters_changed, take_writes_over
 from lightning_zero.mesh.split import Split
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, with_leaves
-from lightning_zero.pretrained.stored import KeptTensor
+from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import Engine
@@ -299,6 +301,7 @@ def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _Incomp
             "values back. Leave the block first, or call module.load_state_dict(state) in it."
         )
     own: Counter[int] = Counter()  # bytes of each parameter's master that this rank owns, by ``id`` of the parameter
+    _refuse_other_values(engine, state)
     own_state = parts_of_saved(engine, state)
 
     def total() -> int:
@@ -323,6 +326,27 @@ def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _Incomp
 
         # If one rank cannot read its part, all must raise: others would wait for it in the next collective.
         return engine.comm.together("loading a checkpoint", load, patient=True)
+
+
+def _refuse_other_values(engine: Engine, state: Saved) -> None:
+    """Raise RuntimeError if ranks load other values of a parameter, of which each would write its own part. Collective.
+
+    A few elements of each tensor tell: what differs is mostly random. Tensors that lie in files are the same."""
+    infos = {fqn: info for bucket in engine.buckets for info in bucket.params for fqn in info.fqns if info.split is None}
+    own = {
+        key: checksum(value.detach().flatten()[:: value.numel() // 256 + 1])
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not isinstance(value, StoredTensor | KeptTensor) and not value.is_meta
+        if key in infos and value is not infos[key].param
+    }
+    one = zlib.crc32(repr(own).encode())
+    if len(set(engine.comm.meet(one, "whether all ranks load the same values"))) > 1:
+        table = engine.comm.meet(own, "which values ranks load")
+        unequal = sorted({key for found in table for key in found if len({other.get(key) for other in table}) > 1})
+        raise RuntimeError(
+            f"loading {', '.join(unequal)}: expected the same values on all ranks, got others on some. Draw what a "
+            "checkpoint lacks (on_load_checkpoint) from a generator of the same seed on all ranks, or broadcast it."
+        )
 
 
 def parts_of_saved(engine: Engine, state: Saved) -> State:
