@@ -37,7 +37,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import Offload, Precision, ZeroConfig, with_rows
 from lightning_zero.engine import build
-from lightning_zero.engine.passes.access import Access, Writes
+from lightning_zero.engine.passes.access import Access, BufferSync, Writes
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
@@ -48,7 +48,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.build import BufferSync, build_units
+from lightning_zero.engine.units.build import build_units
 from lightning_zero.engine.units.describe import agree_on_model, agree_on_sources
 from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.engine.units.param import disown, make_plain

@@ -19,6 +19,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.containers import find_tensors
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
 
 CHUNK = 1 << 20  # elements per step of a checksum
+BUFFER_LOOKS = 3  # syncs of buffers that look for writes through ``.data``, which raise no version, by checksums
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Key = tuple[int, int]  # bucket, slot
@@ -265,6 +267,55 @@ class Writes:
             ranks = topology.shard_groups[: len(topology.same_params)]
             found[key] = [sum(table[rank][key] for rank in group) & 0xFFFFFFFFFFFFFFFF for group in ranks]
         return found
+
+
+class BufferSync:
+    """Detect changes of a module's buffers on any rank, and send rank 0's buffers after a change."""
+
+    def __init__(self, module: nn.Module, comm: Communicator) -> None:
+        self._module, self._comm = ref(module), comm
+        self._seen = self._now(module)
+        self._looks = BUFFER_LOOKS
+        self._sums: list[int] = []  # checksums after the last sync, while values are looked at
+        self._always = False  # this rank has seen values change whose versions did not
+
+    @staticmethod
+    def _now(module: nn.Module) -> list[tuple[Tensor, int]]:
+        """List all buffers with their versions, which a write in place raises. Inference tensors have none: -1."""
+        return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
+
+    def _checksums(self) -> list[int]:
+        return [checksum(b) for b, _ in self._seen if b.layout is torch.strided]
+
+    @outside_autograd
+    def sync(self) -> None:
+        """Send rank 0's buffers to all ranks if any rank has changed its buffers since the last call. Collective."""
+        module = self._module()
+        assert module is not None
+        now = self._now(module)
+        if not now or self._comm.world_size == 1:
+            return
+        same = len(now) == len(self._seen) and all(
+            b is old and version == before != -1 for (b, version), (old, before) in zip(now, self._seen, strict=True)
+        )
+        if same and self._sums:
+            self._always |= self._sums != self._checksums()
+        # All ranks agree first, because a rank that broadcast alone would wait for the others for ever.
+        if self._comm.max_(torch.tensor([self._always or not same], dtype=torch.uint8)).item():
+            for dtype in sorted({b.dtype for b, _ in now}, key=str):
+                self._send([b for b, _ in now if b.dtype == dtype])
+        self._seen = self._now(module)
+        self._looks -= 1
+        self._sums = self._checksums() if self._looks > 0 else []
+
+    def _send(self, buffers: list[Tensor]) -> None:
+        flat = torch.cat([b.detach().reshape(-1) for b in buffers])
+        self._comm.broadcast(flat, among="reduce")  # not between gathers that a step left in flight
+        if self._comm.rank == 0:
+            increment_version(buffers)  # as copies do elsewhere: all ranks refuse a graph that saved them
+        else:
+            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))
 
 
 class Fence:

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.config import Precision, ZeroConfig, check_accumulation
 from lightning_zero.device import recording
-from lightning_zero.engine.passes.access import Fence, Writes
+from lightning_zero.engine.passes.access import BufferSync, Fence, Writes
 from lightning_zero.engine.passes.bucket_grads import GradSums
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
@@ -32,7 +32,6 @@ from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.build import BufferSync
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.timeline.compute_lane import ComputeLane

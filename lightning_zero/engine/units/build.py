@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import ConfigError, Precision, ZeroConfig
-from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup
 from lightning_zero.engine.units.master_storage import Tiers
@@ -151,45 +148,6 @@ def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype 
                     else:
                         on_device.copy_(data)
             inner._buffers[key] = moved[id(buffer)]
-
-
-class BufferSync:
-    """Detect changes of a module's buffers on any rank, and send rank 0's buffers after a change."""
-
-    def __init__(self, module: nn.Module, comm: Communicator) -> None:
-        self._module, self._comm = ref(module), comm
-        self._seen = self._now(module)
-
-    @staticmethod
-    def _now(module: nn.Module) -> list[tuple[Tensor, int]]:
-        """List all buffers with their versions, which a write in place raises. Inference tensors have none: -1."""
-        return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
-
-    @outside_autograd
-    def sync(self) -> None:
-        """Send rank 0's buffers to all ranks if any rank has changed its buffers since the last call. Collective."""
-        module = self._module()
-        assert module is not None
-        now = self._now(module)
-        if not now or self._comm.world_size == 1:
-            return
-        same = len(now) == len(self._seen) and all(
-            b is old and version == before != -1 for (b, version), (old, before) in zip(now, self._seen, strict=True)
-        )
-        # All ranks agree first, because a rank that broadcast alone would wait for the others for ever.
-        if self._comm.max_(torch.tensor([not same], dtype=torch.uint8)).item():
-            for dtype in sorted({b.dtype for b, _ in now}, key=str):
-                self._send([b for b, _ in now if b.dtype == dtype])
-        self._seen = self._now(module)
-
-    def _send(self, buffers: list[Tensor]) -> None:
-        flat = torch.cat([b.detach().reshape(-1) for b in buffers])
-        self._comm.broadcast(flat, among="reduce")  # not between gathers that a step left in flight
-        if self._comm.rank == 0:
-            increment_version(buffers)  # as copies do elsewhere: all ranks refuse a graph that saved them
-        else:
-            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                buffer.copy_(part.view_as(buffer))
 
 
 def build_units(

@@ -261,8 +261,8 @@ class _CopyIntoShards(TorchFunctionMode):
         self.did: Callable[[nn.Parameter], object] = lambda param: None
 
     def _users_versions(self) -> dict[str, int]:
-        infos = (info for bucket in self.engine.buckets for info in bucket.params)
-        return {info.fqn: info.param._version - info.version for info in infos}  # our own writes raise both
+        # Our own writes raise both numbers.
+        return {fqn: info.param._version - info.version for fqn, info in _infos(self.engine).items()}
 
     def refuse_writes(self) -> None:
         """Raise RuntimeError if code of the load (a hook) has written to a parameter in place: it would be lost."""
@@ -328,11 +328,15 @@ def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _Incomp
         return engine.comm.together("loading a checkpoint", load, patient=True)
 
 
+def _infos(engine: Engine) -> dict[str, ParamInfo]:
+    return {fqn: info for bucket in engine.buckets for info in bucket.params for fqn in info.fqns}
+
+
 def _refuse_other_values(engine: Engine, state: Saved) -> None:
     """Raise RuntimeError if ranks load other values of a parameter, of which each would write its own part. Collective.
 
     A few elements of each tensor tell: what differs is mostly random. Tensors that lie in files are the same."""
-    infos = {fqn: info for bucket in engine.buckets for info in bucket.params for fqn in info.fqns if info.split is None}
+    infos = {fqn: info for fqn, info in _infos(engine).items() if info.split is None}
     own = {
         key: checksum(value.detach().flatten()[:: value.numel() // 256 + 1])
         for key, value in state.items()
@@ -351,7 +355,7 @@ def _refuse_other_values(engine: Engine, state: Saved) -> None:
 
 def parts_of_saved(engine: Engine, state: Saved) -> State:
     """Return ``state`` with this rank's parts in the place of whole tensors of split parameters."""
-    infos = {fqn: info for bucket in engine.buckets for info in bucket.params for fqn in info.fqns}
+    infos = _infos(engine)
     own = OrderedDict((key, infos[key].part_of_saved(v) if key in infos else v) for key, v in state.items())
     if hasattr(state, "_metadata"):
         own._metadata = state._metadata  # type: ignore[attr-defined]
