@@ -146,7 +146,8 @@ def test_buffers_that_training_reads_are_rank_0s_as_under_ddp(tmp_path: Path) ->
         module.first = nn.Sequential(Does(centered, mean=nn.Buffer(torch.zeros(4))), module.first)
         return fit(strategy, tmp_path, module)
 
-    hidden, expected = False, body("ddp")
+    hidden = False
+    expected = body("ddp")
     for stage, hidden in (("zero1", False), ("zero1", True), ("zero3", True)):
         assert_same(body(stage), expected, what=f"{stage} {hidden}")
 
