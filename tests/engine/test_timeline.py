@@ -62,6 +62,14 @@ def end_of(event: Event) -> float:
     return float(event["ts"] + event["dur"])
 
 
+@on_ranks(2)
+def test_a_released_engine_records_no_more(tmp_path: Path) -> None:
+    with at(1, 2), Sharded(Model(), timeline=str(tmp_path)) as side:
+        train(side, range(2))
+        assert recording.recorder is not None
+    assert recording.recorder is None
+
+
 @pytest.mark.sample
 @on_ranks(2, full=(3,))
 @pytest.mark.parametrize("stage, tiers", [(1, "none"), (3, "none"), (3, "nvme"), (2, "optimizer_cpu")])
