@@ -118,7 +118,6 @@ class Engine:
         self._closing: weakref.finalize[..., object] | None = None
         self.tiers = Tiers()
         self.host_copy: whole_params.HostCopy | None = None
-        self.write_backs: list[Callable[[], None]] = []  # of each gather() that is open: it takes writes over
         first = group is None or dist.get_rank(group) == 0
         if long_work is None:
             long_work = LongWork(first)

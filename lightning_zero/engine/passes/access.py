@@ -93,6 +93,7 @@ class Writes:
         self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
         self._read: dict[_Key, list[ReferenceType[Tensor]]] = {}  # results of ``.data``, which users may still hold
         self._unconfirmed: dict[_Key, _Entry] = {}
+        self.write_backs: list[Callable[[], None]] = []  # what each open gather() does at its end
 
     # -- noticing -------------------------------------------------------------------------------------------------
 

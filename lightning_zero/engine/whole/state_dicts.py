@@ -295,7 +295,7 @@ class _CopyIntoShards(TorchFunctionMode):
 
 def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
     """Load a full ``state`` into the shards: see ``Engine.load_state_dict``. Collective."""
-    if engine.write_backs:
+    if engine.passes.writes.write_backs:
         raise RuntimeError(
             "loading weights: expected a call outside of gather(), got one inside of it, whose end would write the old "
             "values back. Leave the block first, or call module.load_state_dict(state) in it."

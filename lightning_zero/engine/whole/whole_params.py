@@ -45,7 +45,7 @@ CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather
 def take_writes_over(engine: Engine) -> None:
     """Wait for steps, then copy users' writes into masters. Raise RuntimeError if ranks' writes differ. Collective."""
     engine.passes.wait_for_all()
-    for write_back in engine.write_backs:
+    for write_back in engine.passes.writes.write_backs:
         write_back()
     _take_over(engine)
     engine.passes.writes.take_all_over()
@@ -114,16 +114,16 @@ def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None
     buckets = [b for b in engine.buckets if b in wanted and not b.is_plain]
     shown: dict[Bucket, _Full] = {}
     put_back: Callable[[], None] = lambda: None  # noqa: E731
-    engine.write_backs.append(partial(_write_back, shown, from_rank))
+    engine.passes.writes.write_backs.append(partial(_write_back, shown, from_rank))
     try:
         _show_full(engine, buckets, grads, shown)
         if buckets and len(gathered_buckets(engine)) == len(engine.buckets):
             put_back = engine.passes.hooks.lift_off()
         yield
         _refuse_replaced(engine)
-        engine.write_backs[-1]()
+        engine.passes.writes.write_backs[-1]()
     finally:  # also if showing failed: a bucket that stays plain cannot be stepped
-        engine.write_backs.pop()
+        engine.passes.writes.write_backs.pop()
         put_back()
         _hide_full(engine, shown)
 
