@@ -221,7 +221,7 @@ class ShardedOptimizer(Stepper):
         for run in self.runs.of(bucket):
             # A list at once, because a step in the worker may add entries meanwhile.
             state = list(self.optimizer.state.get(run.tensor, {}).items())
-            yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
+            yield from (value for name, value in state if is_elementwise(self.optimizer, name, value, run.tensor))
 
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
         found: dict[int, State] = {}
@@ -454,3 +454,6 @@ class ShardedOptimizer(Stepper):
                 one.by(shadow, memory)
             else:
                 step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)
+            if isinstance(shadow, torch.optim.SGD) and (narrow or rounding is not None):
+                # SGD counts no steps; the count seeds the random bits, also after a checkpoint.
+                shadow.state[run.tensor]["step"] = torch.tensor(float(self.runs.step_count(run)))

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
-from lightning_zero.optimizers.known import PER_TENSOR, is_elementwise
+from lightning_zero.optimizers.known import PER_TENSOR, base_of, is_elementwise, is_per_tensor
 from lightning_zero.optimizers.low_bits import STORE_CHUNK, Format
 from lightning_zero.optimizers.state_trees import Saved, State
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
@@ -75,7 +75,7 @@ class Runs:
             value
             for run in self.of(bucket)
             for name, value in self.optimizer.state.get(run.tensor, {}).items()
-            if is_elementwise(name, value, run.tensor)
+            if is_elementwise(self.optimizer, name, value, run.tensor)
         ]
         bucket.storage.attach_state(self, states)
 
@@ -123,7 +123,7 @@ class Runs:
             if slot not in groups:
                 keys.append(None)
                 continue
-            own = slot if self.per_fragment else -1
+            own = slot if self.per_fragment or base_of(self.optimizer) in PER_TENSOR else -1
             used_now = active is None or slot in active
             keys.append((groups[slot], self._steps.get((bucket, slot), 0), used_now, own))
         return [(key[0], run) for key, run in cut_runs(fragments, keys)]  # type: ignore[index]
@@ -143,7 +143,7 @@ class Runs:
         low, high, first = pieces[0]
         result: State = {}
         for name, value in states[id(first)].items():
-            if not is_elementwise(name, value, first.tensor):
+            if not is_elementwise(self.optimizer, name, value, first.tensor):
                 result[name] = _beside(value, first.tensor, target.tensor)
                 continue
             form = self.formats.get(name)
@@ -174,7 +174,7 @@ class Runs:
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
         self.cut(bucket, groups)
-        self._fill(bucket, states, {})
+        self._fill(bucket, states, None)
 
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
@@ -197,7 +197,11 @@ class Runs:
         for name, value in self.optimizer.state[run.tensor].items():
             form = self.formats.get(name)
             packed = form if form is not None and form.is_packed else None
-            found[name] = FlatSlice(value, start, numel, packed) if is_elementwise(name, value, run.tensor) else value
+            found[name] = (
+                FlatSlice(value, start, numel, packed)
+                if is_elementwise(self.optimizer, name, value, run.tensor)
+                else value
+            )
         return found
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
@@ -229,28 +233,32 @@ class Runs:
                 *kinds,
             )
 
-    def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State]) -> None:
+    def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State] | None) -> None:
+        """Fill the bucket's runs. ``held``: state to reuse; None: ``states`` are the optimizer's own, in its dtypes."""
         with opened(bucket.storage, changed=True):
             for run in self.of(bucket):
-                self._fill_state(run, states, held.pop(run.tensor, {}))
+                self._fill_state(run, states, None if held is None else held.pop(run.tensor, {}))
             self.attach_state(bucket)
 
-    def _fill_state(self, run: FlatRun, states: ParamStates, held: Saved) -> None:
+    def _fill_state(self, run: FlatRun, states: ParamStates, held: Saved | None) -> None:
         first = states.get((run.bucket, run.run.fragments[0].index))
         if not first:
             return
         state: State = {}
+        old = held or {}
         shape = run.bucket.params[run.run.fragments[0].index].shape
         for name, value in first.items():
-            if name in PER_TENSOR or not isinstance(value, Tensor) or value.shape != shape:
+            if is_per_tensor(self.optimizer, name) or not isinstance(value, Tensor) or value.shape != shape:
                 # Fused kernels need the step count on the run's device.
+                if isinstance(value, int | float) and base_of(self.optimizer) is not None:
+                    value = torch.tensor(float(value))  # as torch's load of what old versions have saved
                 state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
                 continue
             if (form := self.formats.get(name)) is not None:
-                state[name] = self._narrowed(run, name, states, form, held.get(name))
+                state[name] = self._narrowed(run, name, states, form, old.get(name))
                 continue
-            dtype = run.tensor.dtype if value.is_floating_point() else value.dtype
-            flat = _zeros(run.tensor, dtype, held.get(name))
+            dtype = run.tensor.dtype if value.is_floating_point() and held is not None else value.dtype
+            flat = _zeros(run.tensor, dtype, old.get(name))
             for fragment in run.run.fragments:
                 info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
                 start = fragment.start - run.run.start
