@@ -25,6 +25,7 @@ from lightning_zero.ranks.progress import LongWork
 
 _log = logging.getLogger(__name__)
 
+LEFT = -1  # the param group of parameters that are in none any more
 ParamStates = Mapping[tuple[Bucket, int], Saved]  # state of the parameter at a slot of a bucket
 
 
@@ -58,7 +59,10 @@ class Runs:
         return [run for _, run in self.grouped(bucket)]
 
     def grouped(self, bucket: Bucket) -> Sequence[tuple[int, FlatRun]]:
-        """Return (param group, run) for each run of the bucket. Empty if this rank owns nothing of the bucket."""
+        """Return (param group, run) for each run of the bucket. Empty if this rank owns nothing of the bucket.
+
+        The group is ``LEFT`` for parameters that have left all param groups. Their state stays: they may come back.
+        """
         return self._runs.get(bucket, [])
 
     def buckets(self) -> list[Bucket]:
@@ -80,7 +84,7 @@ class Runs:
         bucket.storage.attach_state(self, states)
 
     def drop(self, bucket: Bucket) -> None:
-        """Drop the runs and state of a bucket that has left the optimizer."""
+        """Drop the runs and state of a bucket, whose storage stays."""
         self.forget(bucket)
         with opened(bucket.storage):
             bucket.storage.attach_state(self, [])
@@ -120,12 +124,10 @@ class Runs:
         keys: list[object] = []
         for fragment in fragments:
             slot = fragment.index
-            if slot not in groups:
-                keys.append(None)
-                continue
-            own = slot if self.per_fragment or base_of(self.optimizer) in PER_TENSOR else -1
+            group, steps = groups.get(slot, LEFT), self._steps.get((bucket, slot), 0)
+            apart = self.per_fragment or group == LEFT or base_of(self.optimizer) in PER_TENSOR
             used_now = active is None or slot in active
-            keys.append((groups[slot], self._steps.get((bucket, slot), 0), used_now, own))
+            keys.append((group, steps, used_now, slot if apart else -1) if group != LEFT or steps else None)
         return [(key[0], run) for key, run in cut_runs(fragments, keys)]  # type: ignore[index]
 
     def _hand_over(self, old: Sequence[tuple[int, FlatRun]], new: Sequence[tuple[int, FlatRun]]) -> None:
