@@ -166,8 +166,9 @@ class Checkpoints(CheckpointFiles):
                 check_optimizer(engine, optimizer, found[key], f"fabric.load: {path}")
 
         self._together("comparing a checkpoint with what it is loaded into", check)
-        for key, value in found.items():
-            entry = state[key]
+        # First optimizers, which give what is frozen, and was not when it was saved, masters for the module's values.
+        for key in sorted(found, key=lambda key: key not in optimizers):
+            entry, value = state[key], found[key]
             if key in modules:
                 self.load_module_state_dict(entry, value, strict=strict)
             elif key in optimizers:

@@ -74,10 +74,9 @@ class Owned:
 
     def take(self, wanted: Sequence[WholeTensor]) -> None:
         """Replace the set of tensors by ``wanted``, after param groups have changed. Tensors of the old set keep their
-        objects and state. The state of tensors that are not in ``wanted`` is dropped."""
-        found = {(tensor.bucket, tensor.info.slot): tensor for tensor in wanted}
-        for key in [key for key in self.tensors if key not in found]:
-            self.drop(key)
+        objects and state. Those that have been stepped are kept, with their state, as they may come back."""
+        found = {key: tensor for key, tensor in self.tensors.items() if key in self._stepped}
+        found |= {(tensor.bucket, tensor.info.slot): tensor for tensor in wanted}
         for key, tensor in found.items():
             known = self.tensors.get(key)
             if known is not None:
@@ -188,13 +187,6 @@ class Owned:
                 known = flat_states.get(tensor, {}).get(id(leaf))
                 flat = known[1] if known is not None else flat_view(leaf)
                 yield tensor, name, leaf, FlatSlice(flat, 0, leaf.numel())
-
-    def drop(self, key: Key) -> None:
-        tensor = self.tensors.pop(key)
-        self._stepped.discard(key)
-        if tensor.full_param is not None and self._optimizer.state.pop(tensor.full_param, None):
-            with opened(tensor.bucket.storage):
-                self.move_to_tier(tensor.bucket)
 
     def clear(self) -> None:
         for bucket in self.buckets():

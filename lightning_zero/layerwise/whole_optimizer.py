@@ -29,11 +29,11 @@ from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import without_autocast
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.layerwise.owned import Owned, WholeTensor
 from lightning_zero.optimizers.probe import probe
-from lightning_zero.optimizers.state_trees import Leaf
+from lightning_zero.optimizers.state_trees import Leaf, StateShape
 from lightning_zero.optimizers.trial import step_of
 from lightning_zero.optimizers.windowed import Outcome, StepInParts, keep
 from lightning_zero.planning.buckets import BucketPlan
@@ -108,17 +108,26 @@ class WholeOptimizer(Stepper):
 
     def state_dtype(self, tensor: WholeTensor, name: str) -> torch.dtype | None:
         """Return the dtype in which the optimizer makes the state ``name``; None if the trial step made none."""
-        shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
-        return next((shape.dtype for shape in shapes if shape.name == name), None)
+        return next((shape.dtype for shape in self._shapes(tensor) if shape.name == name), None)
+
+    def _shapes(self, tensor: WholeTensor) -> Sequence[StateShape]:
+        return self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
+
+    def _shape_of_state(self, place: Place, name: str) -> Sequence[int] | None:
+        tensor = self.owned.tensors.get((place.bucket, place.info.slot))
+        if tensor is None or not self._is_of_torch:  # other classes may treat small tensors, as of the trial, otherwise
+            return None
+        return next((shape.of(tensor.info.shape) for shape in self._shapes(tensor) if shape.name == name), None)
 
     def _try(self) -> None:
         """Run trial steps of the optimizer. Raise ConfigError if masters are sharded and it cannot step them so."""
-        place_of, of_torch = self._around.place_of, step_of(self.optimizer).__module__.startswith("torch.optim.")
+        place_of = self._around.place_of
+        self._is_of_torch = step_of(self.optimizer).__module__.startswith("torch.optim.")
         self.probed = probe(
             self.optimizer,
             lambda p: place_of(p).bucket.dtypes.master,
             self._comm.device,
-            true_shapes=not of_torch,  # torch's classes (Muon, Adafactor) treat tensors of all sizes the same way
+            true_shapes=not self._is_of_torch,  # torch's (Muon, Adafactor) treat tensors of all sizes the same way
         )
         self._probed_groups = len(self.optimizer.param_groups)
         if self.probed.untried and self._comm.rank == 0:
@@ -199,8 +208,7 @@ class WholeOptimizer(Stepper):
 
     def _state_nbytes(self, tensor: WholeTensor) -> list[int]:
         """Return the bytes of each state tensor that ``tensor`` will get at its first step, as the trial has shown."""
-        shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
-        return [shape.nbytes(tensor.info.shape) for shape in shapes]
+        return [shape.nbytes(tensor.info.shape) for shape in self._shapes(tensor)]
 
     def state_to_come(self, tier: Tier) -> int:
         return sum(
@@ -261,7 +269,7 @@ class WholeOptimizer(Stepper):
 
     def _step(self, used: set[int]) -> set[Bucket]:
         self._follow_groups()
-        tensors = list(self.owned.tensors.values())
+        tensors = [tensor for window in self._windows for tensor in window]
         # If no tensor has a gradient, ``step`` still gets all tensors: the class may count its steps.
         every = self.probed.steps_all or self.probed.couples or not any(id(t.info.param) in used for t in tensors)
         changed = {t.bucket for t in tensors if every or id(t.info.param) in used}

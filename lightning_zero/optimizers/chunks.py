@@ -93,7 +93,7 @@ def step_in_chunks(
         piece.grad = part.to(device=run.device, dtype=wide)
         own = optimizer.state[piece] = {}
         for name, value in before.items():
-            if not is_elementwise(name, value, run):
+            if not is_elementwise(optimizer, name, value, run):
                 own[name] = value.clone() if isinstance(value, Tensor) else value
             else:
                 dtype = torch.promote_types(value.dtype, wide) if value.is_floating_point() else value.dtype
@@ -103,11 +103,13 @@ def step_in_chunks(
         after = optimizer.state.pop(piece)
         _write_back(run, low, piece, "", rounding)
         for name, value in after.items():
-            if is_elementwise(name, value, piece):
+            if is_elementwise(optimizer, name, value, piece):
                 if state.get(name) is None:
                     state[name] = torch.zeros_like(run)
                 _write_back(state[name], low, value, name, rounding)
-    state.update({name: value for name, value in after.items() if not is_elementwise(name, state.get(name), run)})
+    for name, value in after.items():
+        if not is_elementwise(optimizer, name, state.get(name), run):
+            state[name] = value
 
 
 def _pieces(run: Tensor) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,11 @@ ELEMENTWISE = (
     torch.optim.ASGD,
 )
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})  # state that torch's optimizers keep once per tensor
+# State that these classes keep once per tensor, beside the step count of all.
+PER_TENSOR: dict[type[Optimizer] | None, set[str]] = {
+    torch.optim.ASGD: {"eta", "mu"},
+    torch.optim.NAdam: {"mu_product"},
+}
 
 
 def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
@@ -46,9 +50,14 @@ def is_known(optimizer: Optimizer) -> bool:
     return base is not None and without_hooks(type(optimizer).step) is without_hooks(base.step)
 
 
-def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
+def is_per_tensor(optimizer: Optimizer, name: str) -> bool:
+    """Return whether ``optimizer`` keeps the state ``name`` once per tensor, whatever its shape."""
+    return name == "step" or name in PER_TENSOR.get(base_of(optimizer), ())
+
+
+def is_elementwise(optimizer: Optimizer, name: str, value: Any, tensor: Tensor) -> bool:
     """Return whether the state ``value`` has one element for each element of ``tensor``, unlike a step count."""
-    if not isinstance(value, Tensor) or name in PER_TENSOR:
+    if not isinstance(value, Tensor) or is_per_tensor(optimizer, name):
         return False
     packed = value.dtype is torch.uint8 and value.dim() == 2 and value.shape[1] == ROW  # 8-bit state
     return value.shape == tensor.shape or (packed and value.shape[0] * BLOCK == tensor.numel())
@@ -93,7 +102,7 @@ def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
     """Step ``optimizer`` on its small parameter ``probe``. Return how many element-wise states the step makes."""
     probe.grad = torch.ones_like(probe)
     optimizer.step()
-    return sum(is_elementwise(name, value, probe) for name, value in optimizer.state[probe].items())
+    return sum(is_elementwise(optimizer, name, value, probe) for name, value in optimizer.state[probe].items())
 
 
 def count_states(optimizer: Optimizer) -> int:

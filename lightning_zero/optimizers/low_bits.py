@@ -395,9 +395,6 @@ class NarrowStep:
         else:
             take(iter(pieces), memories[0])
         self.state.update({name: value for name, value in after.items() if name not in self.formats})
-        if isinstance(optimizer, torch.optim.SGD):
-            # SGD counts no steps; the count seeds the random bits, also after a checkpoint.
-            self.state["step"] = torch.tensor(float(self.step))
 
     def _piece(
         self, optimizer: Optimizer, before: Mapping[str, Any], memory: _Memory, low: int, high: int

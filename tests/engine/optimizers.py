@@ -81,13 +81,13 @@ class Shampoo(_Toy):
 
 
 class SignDescent(_Toy):
-    """Element-wise, which nobody says."""
+    """Element-wise, which nobody says. Its state is wide, and has the name of one that ASGD keeps once per tensor."""
 
     def update(self) -> None:
         for group, p in self.used():
-            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-            momentum.lerp_(p.grad, 0.1)
-            p.sub_(momentum.sign(), alpha=group["lr"])
+            momentum = self.state[p].setdefault("mu", torch.zeros_like(p, dtype=torch.float32))
+            momentum.lerp_(p.grad.float(), 0.1)
+            p.sub_(momentum.sign().to(p.dtype), alpha=group["lr"])
 
 
 class Decaying(SignDescent):

@@ -23,6 +23,7 @@ from lightning_zero.optimizers.known import ELEMENTWISE
 from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Shared, SignDescent, WarmsUp
 from tests.engine.sides import MakeOptimizer, Sharded, Side, adamw, load_state, sgd, state_of, step_and_clear, with_twin
 from tests.engine.support import IN_STAGES, OUTER_STAGES, PRECISIONS, STAGES, assert_equal, assert_same, check
+from tests.engine.test_mixed_dtypes import STOCHASTIC
 from tests.engine.test_offload import offload, slow_steps
 from tests.engine.works import floats, language_work, loss_at, mean_square, scope, tokens, train
 from tests.harness import on_ranks
@@ -193,14 +194,34 @@ def test_every_element_wise_class_is_among_them() -> None:
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.sample
 def test_element_wise_optimizers_of_torch_train(name: str) -> None:
-    check(Model, language_work, stage=OUTER_STAGES, optimizer=OPTIMIZERS[name], steps=4, tolerance=1e-6)
+    check(Model, in_turns, stage=OUTER_STAGES, optimizer=OPTIMIZERS[name], steps=4, tolerance=1e-6)
+
+
+def in_turns(side: Side, step: int) -> None:
+    """Trains the rest in step 0 and the head in step 1, with other settings: only their counts of steps are equal."""
+    for group in side.optimizer.param_groups:
+        group.update({key: group[key] * 0.5 for key in ("lr", "momentum_decay") if key in group})
+    if step != 1:
+        unused_head(side, 2 * step if step else 1)
+        return
+    with scope(side):
+        side.backward(side.module.head(floats(step, 4, WIDTH)).square().mean())
 
 
 @on_ranks(2, full=(3,))
 @IN_STAGES
 @PRECISIONS
 def test_param_groups_have_settings_of_their_own(stages: tuple[int, ...], precision: str) -> None:
-    """No decay for vectors: groups alternate inside every bucket."""
+    """No decay for vectors: groups alternate inside every bucket. The last one is gone for two steps."""
+
+    def work(side: Any, step: int) -> Tensor:
+        groups = side.optimizer.param_groups
+        if step == 1:
+            side.gone = groups.pop()
+        elif step == 3:
+            groups.append(side.gone)
+        side.module.zero_grad()
+        return language_work(side, step)
 
     def grouped(params: Iterable[nn.Parameter]) -> Optimizer:
         params = list(params)
@@ -212,7 +233,7 @@ def test_param_groups_have_settings_of_their_own(stages: tuple[int, ...], precis
         ]
         return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.3, fused=True)
 
-    check(Model, language_work, stage=stages, precision=precision, optimizer=grouped)
+    check(Model, work, stage=stages, precision=precision, optimizer=grouped, steps=4)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -346,7 +367,8 @@ def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: s
         assert_equal(own["state"], expected["state"])
         counts = [entry["step"].data_ptr() for entry in own["state"].values() if "step" in entry]
         assert len(set(counts)) == len(counts)  # one that several share would be counted up several times
-        load_state(sharded, own)
+        old = {n: {k: int(v) if k == "step" else v for k, v in entry.items()} for n, entry in own["state"].items()}
+        load_state(sharded, {**own, "state": old})  # of before torch 1.12
         assert_equal(state_of(sharded)["state"], own["state"])
         on_rank_0 = state_dicts.optimizer_state(sharded.engine, sharded.optimizer)
         assert bool(on_rank_0) == (dist.get_rank() == 0)
@@ -365,11 +387,12 @@ RESUMED: list[tuple[Place, Place]] = [
 
 @on_ranks(2, full=(1,))
 @pytest.mark.parametrize(("source", "target"), RESUMED)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"), [("fp32", adamw), ("fp32", sgd), ("bf16", adamw), (STOCHASTIC, sgd)]
+)
 @pytest.mark.mainly(lambda source, target, precision, optimizer: precision == "fp32" and optimizer is adamw)
 def test_training_resumes_in_any_stage_and_row(
-    source: Place, target: Place, precision: str, optimizer: MakeOptimizer, tmp_path: Path
+    source: Place, target: Place, precision: Any, optimizer: MakeOptimizer, tmp_path: Path
 ) -> None:
     def at(stage: int, row: str) -> Sharded:
         return Sharded(Model(), stage=stage, precision=precision, optimizer=optimizer, **offload(row, tmp_path))
@@ -404,16 +427,17 @@ def test_state_that_is_loaded_goes_where_the_old_one_was(row: str, tmp_path: Pat
 
 
 @on_ranks(2)
-def test_settings_of_param_groups_are_loaded_and_state_of_another_model_is_refused() -> None:
+@pytest.mark.parametrize("sharding", ["auto", "tensors"])
+def test_settings_of_param_groups_are_loaded_and_state_of_another_model_is_refused(sharding: str) -> None:
     other, fewer = adamw(Model(width=23).parameters()), adamw(list(Model().parameters())[:-1])
     for param in other.param_groups[0]["params"]:
         param.grad = torch.ones_like(param)
     other.step()
-    with Sharded(Model()) as side:
-        state = state_of(side)
-        state["param_groups"][0]["lr"] = 0.123
+    with Sharded(Model(), optimizer_settings={"sharding": sharding}) as side:
+        state, lr = state_of(side), torch.tensor(0.123)
+        state["param_groups"][0]["lr"] = lr
         load_state(side, state)
-        assert side.optimizer.param_groups[0]["lr"] == 0.123
+        assert side.optimizer.param_groups[0]["lr"].mul_(2) == 0.246 and lr == 0.123  # the state is not changed later
         for foreign, words in ((other, r"embed\.weight has shape"), (fewer, "param groups")):
             with pytest.raises(ValueError, match=words):
                 load_state(side, foreign.state_dict())

@@ -22,6 +22,7 @@ from lightning_zero.engine.units.after_step import StepWorker
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
+from tests.engine.optimizers import SignDescent
 from tests.engine.sides import Sharded
 from tests.engine.support import assert_equal, cases, pairwise_selection
 from tests.engine.test_offload import OPTIMIZERS, offload, whole
@@ -230,6 +231,17 @@ def test_frozen_parameters_are_thawed_after_it() -> None:
         return [*found, train(side, 4, "bf16")]
 
     history(act, lambda: Odd(depth=2), precision="bf16")
+
+
+@on_ranks(2)
+def test_state_of_a_class_of_users_stays_as_wide_as_it_was() -> None:
+    def act(side: Sharded, restages: bool) -> list[Tensor]:
+        first = train(side, 0)
+        if restages:
+            side.engine.restage(1)
+        return [first, train(side, 1)]
+
+    history(act, precision="bf16_true", optimizer=SignDescent, optimizer_settings={"sharding": "slices"})
 
 
 @on_ranks(2)

@@ -249,9 +249,13 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
             if isinstance(side, Twin):
                 thawed = [side.masters[param].flat.requires_grad_(True) for param in thawed]
             side.optimizer.add_param_group({"params": thawed, "lr": 0.03})
+        if step == 3:
+            side.gone = side.optimizer.param_groups.pop()
+        if step == 4:
+            side.optimizer.param_groups.append(side.gone)
 
     make = lambda params: toys.Lamb([p for p in params if p.requires_grad])  # noqa: E731
-    side_by_side(make, build=lambda: frozen("blocks.1"), steps=4, between=between)
+    side_by_side(make, build=lambda: frozen("blocks.1"), steps=6, between=between)
 
 
 @pytest.mark.sample

@@ -89,6 +89,18 @@ def test_loaded_training_goes_on_as_if_it_had_not_ended(
 
 
 @on_ranks(2)
+def test_what_has_been_frozen_since_a_save_and_is_thawed_has_the_masters_of_the_save(tmp_path: Path) -> None:
+    first = train("zero3", precision="bf16-mixed")
+    first.fabric.save(tmp_path / "state", state_of(first))
+    model = Net()
+    model.first.requires_grad_(False)
+    again = setup("zero3", model, lambda _: adamw(model.parameters()), precision="bf16-mixed")
+    again.fabric.load(tmp_path / "state", state_of(again))
+    model.first.requires_grad_(True)
+    assert_weights(weights(again), weights(first), tolerance=0)
+
+
+@on_ranks(2)
 def test_load_without_a_state_and_with_a_part_of_it_gives_the_rest(tmp_path: Path) -> None:
     run = train("zero3")
     run.fabric.save(tmp_path / "state", state_of(run))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.interception import AroundStep, Stepping
-from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
+from lightning_zero.engine.steps.runs import LEFT, FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.after_step import StepJob
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -37,7 +37,7 @@ from lightning_zero.optimizers.known import (
 )
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
 from lightning_zero.optimizers.slices import check_declared
-from lightning_zero.optimizers.state_trees import Leaf, Saved, State
+from lightning_zero.optimizers.state_trees import Leaf, Saved, State, leaves_of
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
@@ -149,7 +149,17 @@ class Stepper(ABC):
 
     def check_state(self, place: Place, state: Saved, what: str) -> None:
         """Raise ConfigError if a shape in `state` does not fit the parameter. `what` is where `state` is from."""
-        return
+        for name, value in leaves_of(state):
+            expected = self._shape_of_state(place, name)
+            if expected is not None and value.shape != expected:
+                raise ConfigError(
+                    f"{what}: its optimizer state {name!r} of {place.info.fqn} has shape {tuple(value.shape)}, "
+                    f"expected {tuple(expected)}. Load a checkpoint of the same model."
+                )
+
+    @abstractmethod
+    def _shape_of_state(self, place: Place, name: str) -> Sequence[int] | None:
+        """Return the shape that a parameter's state at path `name` must have, or None if it is not known."""
 
     @abstractmethod
     def has_stepped(self, bucket: Bucket) -> bool:
@@ -221,7 +231,7 @@ class ShardedOptimizer(Stepper):
         for run in self.runs.of(bucket):
             # A list at once, because a step in the worker may add entries meanwhile.
             state = list(self.optimizer.state.get(run.tensor, {}).items())
-            yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
+            yield from (value for name, value in state if is_elementwise(self.optimizer, name, value, run.tensor))
 
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
         found: dict[int, State] = {}
@@ -277,13 +287,8 @@ class ShardedOptimizer(Stepper):
             if bucket.trainable and bucket.plan.tiers.master is tier
         )
 
-    def check_state(self, place: Place, state: Saved, what: str) -> None:
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != place.info.shape and value.numel() != 1:
-                raise ConfigError(
-                    f"{what}: its optimizer state {name!r} of {place.info.fqn} has shape {tuple(value.shape)}, "
-                    f"expected {tuple(place.info.shape)}. Load a checkpoint of the same model."
-                )
+    def _shape_of_state(self, place: Place, name: str) -> Sequence[int] | None:
+        return place.info.shape
 
     def has_stepped(self, bucket: Bucket) -> bool:
         return self.runs.has_stepped(bucket)
@@ -292,9 +297,8 @@ class ShardedOptimizer(Stepper):
         self.runs.load(states, self.groups(), long_work)
 
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        groups = self.groups().get(bucket, {})
-        if self.runs.has_stepped(bucket) and groups and bucket.trainable:
-            self.runs.reload(bucket, groups, states)
+        if self.runs.has_stepped(bucket) and bucket.trainable:
+            self.runs.reload(bucket, self.groups().get(bucket, {}), states)
         else:
             self.runs.forget(bucket)
 
@@ -364,7 +368,7 @@ class ShardedOptimizer(Stepper):
 
     def _arrange(self, used: set[int]) -> set[Bucket]:
         """Cut masters into runs by present param groups and step counts. Return the buckets that any rank steps."""
-        group_of = self.groups()
+        group_of: dict[Bucket, dict[int, int]] = {bucket: {} for bucket in self.runs.buckets()} | self.groups()
         changed: set[Bucket] = set()
         for bucket, groups in group_of.items():
             if not bucket.trainable:
@@ -373,8 +377,6 @@ class ShardedOptimizer(Stepper):
             self.runs.advance(bucket, groups, active)
             if active:
                 changed.add(bucket)
-        for bucket in [b for b in self.runs.buckets() if b not in group_of]:
-            self.runs.drop(bucket)
         return changed
 
     @contextlib.contextmanager
@@ -394,7 +396,7 @@ class ShardedOptimizer(Stepper):
             full, factor = claimed if claimed is not None else Arrived(bucket.grad, None)
             for index, run in self.runs.grouped(bucket):
                 slot = run.run.fragments[0].index  # runs are cut where gradients begin or end
-                if full is None or id(bucket.params[slot].param) not in used:
+                if index == LEFT or full is None or id(bucket.params[slot].param) not in used:
                     continue
                 part = full[run.run.start : run.run.start + run.tensor.numel()]
                 apart = self._rounds(run) or part.dtype != run.tensor.dtype or factor is not None
@@ -454,3 +456,6 @@ class ShardedOptimizer(Stepper):
                 one.by(shadow, memory)
             else:
                 step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)
+            if isinstance(shadow, torch.optim.SGD) and (narrow or rounding is not None):
+                # SGD counts no steps; the count seeds the random bits, also after a checkpoint.
+                shadow.state[run.tensor]["step"] = torch.tensor(float(self.runs.step_count(run)))

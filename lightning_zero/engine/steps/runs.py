@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
-from lightning_zero.optimizers.known import PER_TENSOR, is_elementwise
+from lightning_zero.optimizers.known import PER_TENSOR, base_of, is_elementwise, is_per_tensor
 from lightning_zero.optimizers.low_bits import STORE_CHUNK, Format
 from lightning_zero.optimizers.state_trees import Saved, State
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
@@ -25,6 +25,7 @@ from lightning_zero.ranks.progress import LongWork
 
 _log = logging.getLogger(__name__)
 
+LEFT = -1  # the param group of parameters that are in none any more
 ParamStates = Mapping[tuple[Bucket, int], Saved]  # state of the parameter at a slot of a bucket
 
 
@@ -58,7 +59,10 @@ class Runs:
         return [run for _, run in self.grouped(bucket)]
 
     def grouped(self, bucket: Bucket) -> Sequence[tuple[int, FlatRun]]:
-        """Return (param group, run) for each run of the bucket. Empty if this rank owns nothing of the bucket."""
+        """Return (param group, run) for each run of the bucket. Empty if this rank owns nothing of the bucket.
+
+        The group is ``LEFT`` for parameters that have left all param groups. Their state stays: they may come back.
+        """
         return self._runs.get(bucket, [])
 
     def buckets(self) -> list[Bucket]:
@@ -75,12 +79,12 @@ class Runs:
             value
             for run in self.of(bucket)
             for name, value in self.optimizer.state.get(run.tensor, {}).items()
-            if is_elementwise(name, value, run.tensor)
+            if is_elementwise(self.optimizer, name, value, run.tensor)
         ]
         bucket.storage.attach_state(self, states)
 
     def drop(self, bucket: Bucket) -> None:
-        """Drop the runs and state of a bucket that has left the optimizer."""
+        """Drop the runs and state of a bucket, whose storage stays."""
         self.forget(bucket)
         with opened(bucket.storage):
             bucket.storage.attach_state(self, [])
@@ -120,12 +124,10 @@ class Runs:
         keys: list[object] = []
         for fragment in fragments:
             slot = fragment.index
-            if slot not in groups:
-                keys.append(None)
-                continue
-            own = slot if self.per_fragment else -1
+            group, steps = groups.get(slot, LEFT), self._steps.get((bucket, slot), 0)
+            apart = self.per_fragment or group == LEFT or base_of(self.optimizer) in PER_TENSOR
             used_now = active is None or slot in active
-            keys.append((groups[slot], self._steps.get((bucket, slot), 0), used_now, own))
+            keys.append((group, steps, used_now, slot if apart else -1) if group != LEFT or steps else None)
         return [(key[0], run) for key, run in cut_runs(fragments, keys)]  # type: ignore[index]
 
     def _hand_over(self, old: Sequence[tuple[int, FlatRun]], new: Sequence[tuple[int, FlatRun]]) -> None:
@@ -143,7 +145,7 @@ class Runs:
         low, high, first = pieces[0]
         result: State = {}
         for name, value in states[id(first)].items():
-            if not is_elementwise(name, value, first.tensor):
+            if not is_elementwise(self.optimizer, name, value, first.tensor):
                 result[name] = _beside(value, first.tensor, target.tensor)
                 continue
             form = self.formats.get(name)
@@ -174,7 +176,7 @@ class Runs:
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
         self.cut(bucket, groups)
-        self._fill(bucket, states, {})
+        self._fill(bucket, states, None)
 
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
@@ -197,7 +199,11 @@ class Runs:
         for name, value in self.optimizer.state[run.tensor].items():
             form = self.formats.get(name)
             packed = form if form is not None and form.is_packed else None
-            found[name] = FlatSlice(value, start, numel, packed) if is_elementwise(name, value, run.tensor) else value
+            found[name] = (
+                FlatSlice(value, start, numel, packed)
+                if is_elementwise(self.optimizer, name, value, run.tensor)
+                else value
+            )
         return found
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
@@ -229,28 +235,32 @@ class Runs:
                 *kinds,
             )
 
-    def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State]) -> None:
+    def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State] | None) -> None:
+        """Fill the bucket's runs. ``held``: state to reuse; None: ``states`` are the optimizer's own, in its dtypes."""
         with opened(bucket.storage, changed=True):
             for run in self.of(bucket):
-                self._fill_state(run, states, held.pop(run.tensor, {}))
+                self._fill_state(run, states, None if held is None else held.pop(run.tensor, {}))
             self.attach_state(bucket)
 
-    def _fill_state(self, run: FlatRun, states: ParamStates, held: Saved) -> None:
+    def _fill_state(self, run: FlatRun, states: ParamStates, held: Saved | None) -> None:
         first = states.get((run.bucket, run.run.fragments[0].index))
         if not first:
             return
         state: State = {}
+        old = held or {}
         shape = run.bucket.params[run.run.fragments[0].index].shape
         for name, value in first.items():
-            if name in PER_TENSOR or not isinstance(value, Tensor) or value.shape != shape:
+            if is_per_tensor(self.optimizer, name) or not isinstance(value, Tensor) or value.shape != shape:
                 # Fused kernels need the step count on the run's device.
+                if isinstance(value, int | float) and base_of(self.optimizer) is not None:
+                    value = torch.tensor(float(value))  # as torch's load of what old versions have saved
                 state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
                 continue
             if (form := self.formats.get(name)) is not None:
-                state[name] = self._narrowed(run, name, states, form, held.get(name))
+                state[name] = self._narrowed(run, name, states, form, old.get(name))
                 continue
-            dtype = run.tensor.dtype if value.is_floating_point() else value.dtype
-            flat = _zeros(run.tensor, dtype, held.get(name))
+            dtype = run.tensor.dtype if value.is_floating_point() and held is not None else value.dtype
+            flat = _zeros(run.tensor, dtype, old.get(name))
             for fragment in run.run.fragments:
                 info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
                 start = fragment.start - run.run.start

@@ -165,10 +165,10 @@ def _make_tiers(
         for unit in engine.units
     ]
     counts = {sharded: sharded.states_per_element() for sharded in engine.optimizers}
-    owners = {sharded: set(sharded.buckets()) for sharded in engine.optimizers}
+    listed = {sharded: set(sharded.buckets()) for sharded in engine.optimizers}
     held = []
     for bucket in engine.buckets:
-        own = [sharded for sharded in engine.optimizers if bucket in owners[sharded]]
+        own = [of for of in engine.optimizers if bucket in listed[of] or of.has_stepped(bucket)]
         now = sum(counts[sharded] for sharded in own if sharded.has_stepped(bucket))
         later = sum(counts[sharded] for sharded in own)
         whole = partial(lambda own, bucket, plan: sum(each.whole_state(bucket, plan) for each in own), own, bucket)

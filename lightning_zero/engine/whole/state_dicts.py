@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -390,7 +391,7 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Saved) -> 
     check_optimizer(engine, optimizer, state, "the checkpoint")
     states: dict[tuple[Bucket, int], Saved] = {}
     for group, saved, place, found in _pairs(optimizer, sharded, state):
-        group.update({k: v for k, v in saved.items() if k != "params"})
+        group.update({k: copy.deepcopy(v) for k, v in saved.items() if k != "params"})
         if place is not None and found:
             states[place.bucket, place.info.slot] = found
     with torch.inference_mode(False), torch.no_grad():
