@@ -269,8 +269,6 @@ class WholeOptimizer(Stepper):
         windows = [Window(window, used, self.owned, self._comm, self._find_route) for window in listed if window]
         for place, window in enumerate(windows):
             window.completes.difference_update(*(later.buckets for later in windows[place + 1 :]))
-        # The user's hooks run once around all windows, and see the parameters in the param groups.
-        hooked: Callable[[Optimizer], Any] = Optimizer.profile_hook_step(lambda _: self._step_windows(windows))
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -278,7 +276,7 @@ class WholeOptimizer(Stepper):
             recording.profiled("step", f"{len(changed)} buckets"),
             recording.span("step", f"{len(changed)} buckets"),
         ):
-            hooked(self.optimizer)
+            self._step_windows(windows)
         self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers check this attribute
         self.owned.stepped(tensor for window in listed for tensor in window)
         return changed

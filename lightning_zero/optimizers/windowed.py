@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.optimizers.known import hooks_set_aside
+
 _NAMES = "param_names"  # torch's, in the order of ``params``
 _NOT_SETTINGS = ("params", _NAMES)
 PLAIN = (bool, int, float, complex, str, type(None))
@@ -65,15 +67,13 @@ class StepInParts:
         self._called = False
 
     def __enter__(self) -> StepInParts:
-        optimizer = self._optimizer
         # The caller runs the user's hooks once a step, even if a class calls the step of its base.
-        self._hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self._hooks = hooks_set_aside(self._optimizer)
+        self._hooks.__enter__()
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        optimizer = self._optimizer
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = self._hooks
+    def __exit__(self, *raised: Any) -> None:
+        self._hooks.__exit__(*raised)
         self._list([list(enumerate(kept["params"])) for kept in self._kept])
 
     def _list(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:

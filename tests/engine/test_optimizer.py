@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import math
 import warnings
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_zero
 from lightning_zero.engine.whole import state_dicts, whole_params
@@ -232,21 +234,33 @@ KINDS: dict[str, tuple[MakeOptimizer, str]] = {
 def test_hooks_and_schedulers_of_any_optimizer_set_what_a_step_takes(
     kind: str, stage: int, row: str, tmp_path: Path
 ) -> None:
-    """Hooks run once a step, and see the user's parameters."""
+    """Hooks run once a step, see the user's parameters, clip gradients before it and change weights after it."""
     calls: dict[Optimizer, list[str]] = {}
+    shown: dict[Optimizer, Any] = {}
     schedulers: dict[Optimizer, Any] = {}
+    make, sharding = KINDS[kind]
 
     def halve(optimizer: Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.1)
         calls[optimizer].append("before")
+
+    def clamp(optimizer: Optimizer, *_: Any) -> None:
+        with shown[optimizer](), torch.no_grad():
+            for group in optimizer.param_groups:
+                torch._foreach_clamp_max_(group["params"], 0.1)
+        calls[optimizer].append("after")
 
     def work(side: Side, step: int) -> Tensor:
         optimizer = side.optimizer
         if step == 0:
-            calls[optimizer] = []
+            calls[optimizer], shown[optimizer] = [], contextlib.nullcontext
+            if isinstance(side, Sharded):
+                shown[optimizer] = functools.partial(lightning_zero.gather, side.module)
             optimizer.register_step_pre_hook(halve)
-            optimizer.register_step_post_hook(lambda *_: calls[optimizer].append("after"))
+            if make is not sgd:  # else it is one of all optimizers
+                optimizer.register_step_post_hook(clamp)
             schedulers[optimizer] = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         else:
             schedulers[optimizer].step()
@@ -255,12 +269,13 @@ def test_hooks_and_schedulers_of_any_optimizer_set_what_a_step_takes(
             assert [id(p) for p in listed] == [id(p) for p in side.module.parameters()]
         return language_work(side, step)
 
-    make, sharding = KINDS[kind]
     settings = {"optimizer_settings": {"sharding": sharding}, **offload(row, tmp_path)}
-    tolerance = 1e-6 if sharding == "tensors" else 0.0
-    with warnings.catch_warnings():
+    with (
+        warnings.catch_warnings(),
+        register_optimizer_step_post_hook(clamp) if make is sgd else contextlib.nullcontext(),
+    ):
         warnings.simplefilter("error", UserWarning)  # of a scheduler that has seen no step
-        check(Model, work, stage=stage, optimizer=make, steps=4, tolerance=tolerance, **settings)
+        check(Model, work, stage=stage, optimizer=make, steps=4, tolerance=1e-6, **settings)
     (theirs, expected), (ours, found) = calls.items()
     assert found == expected and type(ours) is type(theirs) and "step" not in ours.__dict__
     assert schedulers[ours].get_last_lr() == schedulers[theirs].get_last_lr()

@@ -19,7 +19,6 @@ from lightning_zero.optimizers.state_trees import State
 
 Step = Callable[[Callable[[], object] | None], object]
 
-_BETWEEN = -1  # hook id that torch never gives out
 _READS_SLICES = ("state_dict", "load_state_dict")
 
 
@@ -29,22 +28,10 @@ class Stepping:
     def __init__(self, optimizer: Optimizer, step: Step) -> None:
         self._optimizer = optimizer
         self._given = optimizer.__dict__.get("step")  # a learning-rate scheduler's wrapper that counts steps
-        self._inner = optimizer.step
+        self.inner: Callable[[], object] = optimizer.step  # steps the tensors that the param groups list
         optimizer.step = types.MethodType(_step_of(optimizer.step, _weak(step)), optimizer)  # type: ignore[method-assign]
         for method in (state_dict, load_state_dict):
             optimizer.__dict__[method.__name__] = types.MethodType(method, optimizer)
-
-    def inner(self, between: Callable[[], None]) -> None:
-        """Run the optimizer's original `step` on the tensors that its param groups list.
-
-        Call `between` just before that, after the user's step pre-hooks, which may set a learning rate.
-        """
-        hooks = self._optimizer._optimizer_step_pre_hooks
-        hooks[_BETWEEN] = lambda *_: between()
-        try:
-            self._inner()  # type: ignore[call-arg]
-        finally:
-            del hooks[_BETWEEN]
 
     def undo(self) -> None:
         for name in ("step", *_READS_SLICES):

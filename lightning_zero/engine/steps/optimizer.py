@@ -29,11 +29,13 @@ from lightning_zero.optimizers.chunks import dtype_of_step, salt_of, step_in_chu
 from lightning_zero.optimizers.known import (
     ELEMENTWISE,
     count_states,
+    hooks_set_aside,
     is_elementwise,
     is_known,
     prefers_fused,
     shadow_of,
     start_state,
+    without_hooks,
 )
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
 from lightning_zero.optimizers.slices import check_declared
@@ -88,13 +90,16 @@ class Stepper(ABC):
         return {key: state for key, state in states.items() if state}
 
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Run the closure on the user's param groups, then step the shards. Return the closure's result. Collective."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
-                loss = closure()
+        """Run the closure on the user's param groups, then step the shards, with the user's step hooks around both.
+        Return the closure's result. Collective."""
         if self._around.passes.look is not None:  # gradients are only inspected
-            return loss
+            return _result_of(closure)
+        # Around the whole step, as in torch: hooks find the user's parameters, gradients and, after it, new values.
+        hooked = Optimizer.profile_hook_step(self._step_all)
+        return hooked(self.optimizer) if closure is None else hooked(self.optimizer, closure)
+
+    def _step_all(self, _: Optimizer, closure: Callable[[], object] | None = None) -> object:
+        loss = _result_of(closure)
         places = [place for group in self.places() for place in group]
         self._around.begins(places)
         grads = self._around.passes.sharded_grads
@@ -180,6 +185,13 @@ class Stepper(ABC):
     def step_peak(self) -> int:
         """Return the most bytes that a step takes on the device for a time, beside this rank's shards."""
         return 0
+
+
+def _result_of(closure: Callable[[], object] | None) -> object:
+    if closure is None:
+        return None
+    with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
+        return closure()
 
 
 class ShardedOptimizer(Stepper):
@@ -306,8 +318,6 @@ class ShardedOptimizer(Stepper):
         for_worker = {bucket for bucket in changed if self._known and bucket.steps_on_host}
         buckets = [bucket for bucket in self.runs.buckets() if bucket in changed]
         eager = [bucket for bucket in buckets if bucket not in for_worker]
-        jobs: list[StepJob] = []
-        fused = [group.get("fused") for group in self.optimizer.param_groups]  # as set before the eager step
         # `no_grad` follows `inference_mode(False)`, which switches grad mode on. State made in inference mode could not
         # be changed outside of it, and autocast would change the dtype of some results.
         with (
@@ -315,11 +325,12 @@ class ShardedOptimizer(Stepper):
             torch.no_grad(),
             without_autocast(self._device_type),
             self._open(eager),
-            self._runs_in_groups(self.optimizer, eager, used),
             recording.profiled("step", f"{len(eager)} buckets"),
             recording.span("step", f"{len(eager)} buckets") if eager else contextlib.nullcontext(),
         ):
-            self._stepping.inner(lambda: jobs.extend(self._job(b, used, fused) for b in buckets if b in for_worker))
+            jobs = [self._job(bucket, used) for bucket in buckets if bucket in for_worker]
+            with self._runs_in_groups(self.optimizer, eager, used), hooks_set_aside(self.optimizer):
+                self._stepping.inner()
         # After the eager step: the worker starts at once, and both write to `optimizer.state`.
         if jobs:
             self._around.after_step.submit(jobs)
@@ -341,16 +352,13 @@ class ShardedOptimizer(Stepper):
                 self.runs.attach_state(bucket)
                 bucket.copy_master_to_params()
 
-    def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
-        """Make a job that steps one bucket with the present hyperparameters and gradient. `fused`: by param group."""
+    def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
+        """Make a job that steps one bucket with the present hyperparameters and gradient."""
         # Take the gradient and a shadow of the optimizer now. Before the worker steps this bucket, a scheduler may
         # change the learning rate and `zero_grad` may clear the gradient; and the worker changes param groups.
         shadow = shadow_of(self.optimizer)
-        for group, chosen in zip(shadow.param_groups, fused, strict=False):
-            if "fused" in group:
-                group["fused"] = chosen
         claimed = bucket.grad_store.claim()
-        step = type(shadow).step
+        step = without_hooks(type(shadow).step)
 
         def run() -> None:
             # Grad and inference modes belong to a thread, so the worker sets its own.
