@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -77,6 +78,43 @@ def load_state_dict(self: Optimizer, state_dict: State) -> None:
         "optimizer.load_state_dict() cannot load into slices. Go on with trainer.fit(model, ckpt_path=path) (without a "
         "Trainer lightning_zero.engine.load_optimizer_state(engine, optimizer, state), on all ranks)."
     )
+
+
+class StateBySlice(defaultdict[Any, Any]):
+    """Is the `state` of an optimizer of torch's. Its keys are slices of masters, or tensors that are stepped whole."""
+
+    cleared = False
+
+    def __init__(self, around: AroundStep, items: Mapping[Any, Any]) -> None:
+        super().__init__(dict)
+        self._around = ref(around)
+        for key, value in items.items():
+            self[key] = value
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))  # copies are plain
+
+    def clear(self) -> None:
+        """Wait for the steps under way, which write to it, and clear it. The next step then starts anew."""
+        if (around := self._around()) is not None:
+            around.after_step.wait_for_steps()
+        super().clear()
+        self.cleared = True
+
+    def __setitem__(self, key: Any, value: Any) -> None:  # also called for `state[key]` where there is none yet
+        super().__setitem__(self._checked(key), value)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return super().pop(self._checked(key), *default)
+
+    def _checked(self, key: Any) -> Any:
+        if (around := self._around()) is not None and (place := around.places.get(id(key))) is not None:
+            raise RuntimeError(
+                f"optimizer.state: expected a key of its own, as its state lies in slices, got {place.info.fqn}. Clear "
+                "all of it (optimizer.state.clear()), or read and load it whole: optimizer_state and "
+                "load_optimizer_state of lightning_zero.engine."
+            )
+        return key
 
 
 class AroundStep:

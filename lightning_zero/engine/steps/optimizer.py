@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.device import recording
-from lightning_zero.engine.steps.interception import AroundStep, Stepping
+from lightning_zero.engine.steps.interception import AroundStep, StateBySlice, Stepping
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.after_step import StepJob
@@ -40,6 +41,7 @@ from lightning_zero.optimizers.known import (
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
 from lightning_zero.optimizers.slices import check_declared
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State
+from lightning_zero.optimizers.trial import step_of
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
@@ -61,6 +63,8 @@ class Stepper(ABC):
     def release(self) -> None:
         """Give the optimizer its own `step` back, and drop its state."""
         self._stepping.undo()
+        if isinstance(self.optimizer.state, StateBySlice):
+            self.optimizer.state = defaultdict(dict)
         self.optimizer.state.clear()
         self._around.pieces.clear()
 
@@ -87,7 +91,21 @@ class Stepper(ABC):
             for places in self.places()
             for place in places
         }
+        self._own_state()
         return {key: state for key, state in states.items() if state}
+
+    def _own_state(self) -> None:
+        # Not of other classes, which may share the object with an optimizer inside.
+        if step_of(self.optimizer).__module__.startswith("torch.optim."):
+            self.optimizer.state = StateBySlice(self._around, self.optimizer.state)
+
+    def _follow_state(self) -> None:
+        """Start anew if the user has cleared or replaced the optimizer's state since the last step."""
+        if isinstance(owned := self.optimizer.state, StateBySlice) and not owned.cleared:
+            return
+        self._own_state()
+        if isinstance(self.optimizer.state, StateBySlice) and not owned:
+            self.load_param_states({})
 
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Run the closure on the user's param groups, then step the shards, with the user's step hooks around both.
@@ -102,6 +120,7 @@ class Stepper(ABC):
         loss = _result_of(closure)
         places = [place for group in self.places() for place in group]
         self._around.begins(places)
+        self._follow_state()
         grads = self._around.passes.sharded_grads
         grads.refuse_undivided()
         if grads.must_skip(places):
@@ -302,6 +321,7 @@ class ShardedOptimizer(Stepper):
 
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
         self.runs.load(states, self.groups(), long_work)
+        self._own_state()
 
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
         groups = self.groups().get(bucket, {})
