@@ -313,8 +313,8 @@ class Engine:
 
         def make() -> Stepper:
             if any(known.optimizer is optimizer for known in self.optimizers):
-                what = f"expected an optimizer that was not added before, got the same {type(optimizer).__name__} again"
-                raise ConfigError(f"engine.add_optimizer: {what}. Add each optimizer once.")
+                kind = type(optimizer).__name__
+                raise ConfigError(f"add_optimizer: expected another optimizer, got the same {kind} again. Add it once.")
             return self._make_stepper(self, self._around_step, optimizer)
 
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)

@@ -32,6 +32,7 @@ from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.layerwise.owned import Owned, WholeTensor
+from lightning_zero.optimizers.known import hooks_set_aside
 from lightning_zero.optimizers.probe import probe
 from lightning_zero.optimizers.state_trees import Leaf
 from lightning_zero.optimizers.trial import step_of
@@ -275,6 +276,7 @@ class WholeOptimizer(Stepper):
             without_autocast(self._comm.device.type),
             recording.profiled("step", f"{len(changed)} buckets"),
             recording.span("step", f"{len(changed)} buckets"),
+            hooks_set_aside(self.optimizer),  # also where a class calls the step of its base
         ):
             self._step_windows(windows)
         self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers check this attribute

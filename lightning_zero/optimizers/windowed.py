@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.optimizers.known import hooks_set_aside
-
 _NAMES = "param_names"  # torch's, in the order of ``params``
 _NOT_SETTINGS = ("params", _NAMES)
 PLAIN = (bool, int, float, complex, str, type(None))
@@ -67,13 +65,9 @@ class StepInParts:
         self._called = False
 
     def __enter__(self) -> StepInParts:
-        # The caller runs the user's hooks once a step, even if a class calls the step of its base.
-        self._hooks = hooks_set_aside(self._optimizer)
-        self._hooks.__enter__()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
-        self._hooks.__exit__(*raised)
+    def __exit__(self, *_: Any) -> None:
         self._list([list(enumerate(kept["params"])) for kept in self._kept])
 
     def _list(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:

@@ -199,11 +199,9 @@ class Hooks:
         def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             called(args, kwargs)
 
-        def after(*_: object) -> None:
-            called((), {})
-
+        after = outside_graphs(lambda *_: called((), {}))
         self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(outside_graphs(after), always_call=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
         """Remove our hooks and attributes from modules, but not from parameters. Returns a function to restore them."""

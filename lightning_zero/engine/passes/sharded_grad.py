@@ -343,10 +343,7 @@ class ShardedGrads:
             )
 
     def forget_cleared(self) -> None:
-        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None.
-
-        Raises RuntimeError if a user has set one to a gradient that was cleared.
-        """
+        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None; refuse cleared ones."""
         for bucket, grads in () if self._aside else self._grads.items():
             if not grads.used and not bucket.grad_store.is_there:
                 continue
@@ -358,11 +355,14 @@ class ShardedGrads:
                         raise _stale(info.fqn)
                     is_there = own is not None and (grad is own or own.added)
                     if not is_there and not (bucket.is_plain and type(grad) is Tensor):
-                        cleared.append(info)
+                        cleared.append(info.slot)
             if cleared:
-                grads.forget(info.slot for info in cleared)
-                for info in cleared:  # what users have kept of it must not show gradients to come
-                    self._of.pop(id(info.param), None)
+                grads.forget(cleared)
+            own = None
+            for slot in cleared:
+                key = id(bucket.params[slot].param)
+                if key in self._of and sys.getrefcount(self._of[key]) > 2:
+                    del self._of[key]  # a user has kept it, and must not see gradients to come
 
     def shows(self, grad: ShardedGrad) -> bool:
         """Return whether ``grad`` stands for its parameter's present gradient: users have not cleared it."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.passes.passes import Passes
@@ -80,39 +81,30 @@ def load_state_dict(self: Optimizer, state_dict: State) -> None:
     )
 
 
-class StateBySlice(defaultdict[Any, Any]):
+class StateBySlice(defaultdict[Tensor, State]):
     """Is the `state` of an optimizer of torch's. Its keys are slices of masters, or tensors that are stepped whole."""
 
+    around: Callable[[], AroundStep | None] = staticmethod(lambda: None)  # copies have none
     cleared = False
-
-    def __init__(self, around: AroundStep, items: Mapping[Any, Any]) -> None:
-        super().__init__(dict)
-        self._around = ref(around)
-        for key, value in items.items():
-            self[key] = value
-
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict, dict(self))  # copies are plain
 
     def clear(self) -> None:
         """Wait for the steps under way, which write to it, and clear it. The next step then starts anew."""
-        if (around := self._around()) is not None:
+        if (around := self.around()) is not None:
             around.after_step.wait_for_steps()
         super().clear()
         self.cleared = True
 
-    def __setitem__(self, key: Any, value: Any) -> None:  # also called for `state[key]` where there is none yet
+    def __setitem__(self, key: Tensor, value: State) -> None:  # `state[key]` calls it too, where there is none yet
         super().__setitem__(self._checked(key), value)
 
-    def pop(self, key: Any, *default: Any) -> Any:
+    def pop(self, key: Tensor, *default: object) -> object:  # type: ignore[override]
         return super().pop(self._checked(key), *default)
 
-    def _checked(self, key: Any) -> Any:
-        if (around := self._around()) is not None and (place := around.places.get(id(key))) is not None:
+    def _checked(self, key: Tensor) -> Tensor:
+        if (around := self.around()) is not None and (place := around.places.get(id(key))) is not None:
             raise RuntimeError(
-                f"optimizer.state: expected a key of its own, as its state lies in slices, got {place.info.fqn}. Clear "
-                "all of it (optimizer.state.clear()), or read and load it whole: optimizer_state and "
-                "load_optimizer_state of lightning_zero.engine."
+                f"optimizer.state: expected a slice as key, got {place.info.fqn}. Call optimizer.state.clear() for all, "
+                "or read and load it whole: optimizer_state and load_optimizer_state of lightning_zero.engine."
             )
         return key
 

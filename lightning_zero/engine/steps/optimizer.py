@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -94,33 +95,36 @@ class Stepper(ABC):
         self._own_state()
         return {key: state for key, state in states.items() if state}
 
-    def _own_state(self) -> None:
-        # Not of other classes, which may share the object with an optimizer inside.
-        if step_of(self.optimizer).__module__.startswith("torch.optim."):
-            self.optimizer.state = StateBySlice(self._around, self.optimizer.state)
-
-    def _follow_state(self) -> None:
-        """Start anew if the user has cleared or replaced the optimizer's state since the last step."""
-        if isinstance(owned := self.optimizer.state, StateBySlice) and not owned.cleared:
-            return
-        self._own_state()
-        if isinstance(self.optimizer.state, StateBySlice) and not owned:
-            self.load_param_states({})
+    def _own_state(self, *, anew: bool = False) -> None:
+        """Notice from now on if the user clears or replaces the optimizer's state. If he has, start `anew`."""
+        state = self.optimizer.state
+        owned = isinstance(state, StateBySlice) and not state.cleared
+        # Not of classes of users' own, which may share the object with an optimizer inside.
+        if not owned and step_of(self.optimizer).__module__.startswith("torch.optim."):
+            self.optimizer.state = own = StateBySlice(dict, state)
+            own.around = ref(self._around)
+            if anew and not state:
+                self.load_param_states({})
 
     def step(self, closure: Callable[[], object] | None = None) -> object:
         """Run the closure on the user's param groups, then step the shards, with the user's step hooks around both.
         Return the closure's result. Collective."""
-        if self._around.passes.look is not None:  # gradients are only inspected
-            return _result_of(closure)
         # Around the whole step, as in torch: hooks find the user's parameters, gradients and, after it, new values.
-        hooked = Optimizer.profile_hook_step(self._step_all)
-        return hooked(self.optimizer) if closure is None else hooked(self.optimizer, closure)
+        run: Callable[..., object] = self._step_all
+        if self._around.passes.look is None:
+            run = Optimizer.profile_hook_step(run)
+        return run(self.optimizer, *[closure] * (closure is not None))
 
     def _step_all(self, _: Optimizer, closure: Callable[[], object] | None = None) -> object:
-        loss = _result_of(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
+                loss = closure()
+        if self._around.passes.look is not None:  # gradients are only inspected
+            return loss
         places = [place for group in self.places() for place in group]
         self._around.begins(places)
-        self._follow_state()
+        self._own_state(anew=True)
         grads = self._around.passes.sharded_grads
         grads.refuse_undivided()
         if grads.must_skip(places):
@@ -204,13 +208,6 @@ class Stepper(ABC):
     def step_peak(self) -> int:
         """Return the most bytes that a step takes on the device for a time, beside this rank's shards."""
         return 0
-
-
-def _result_of(closure: Callable[[], object] | None) -> object:
-    if closure is None:
-        return None
-    with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
-        return closure()
 
 
 class ShardedOptimizer(Stepper):
