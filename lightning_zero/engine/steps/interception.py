@@ -103,7 +103,7 @@ class StateBySlice(defaultdict[Tensor, State]):
     def _checked(self, key: Tensor) -> Tensor:
         if (around := self.around()) is not None and (place := around.places.get(id(key))) is not None:
             raise RuntimeError(
-                f"optimizer.state: expected a slice as key, got {place.info.fqn}. Call optimizer.state.clear() for all, "
+                f"optimizer.state: expected a slice as key, got {place.info.fqn}. Call optimizer.state.clear(), "
                 "or read and load it whole: optimizer_state and load_optimizer_state of lightning_zero.engine."
             )
         return key
