@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agreements import open_waits, together
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, share_of_machine
-from lightning_zero.config import Offload, Precision, ZeroConfig, with_rows
+from lightning_zero.config import ConfigError, Offload, Precision, ZeroConfig, with_rows
 from lightning_zero.engine import build
 from lightning_zero.engine.passes.access import Access, BufferSync, Writes
 from lightning_zero.engine.passes.gather_order import GatherOrder
@@ -307,10 +307,16 @@ class Engine:
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:
         """Make ``optimizer`` step the shards, and return its stepper. Collective.
 
-        Raises ConfigError if ``optimizer`` cannot step shards or has parameters of other modules, or if a tier lacks
-        memory for the optimizer state.
+        Raises ConfigError if ``optimizer`` cannot step shards, has parameters of other modules or was added before, or
+        if a tier lacks memory for the optimizer state.
         """
-        make = partial(self._make_stepper, self, self._around_step, optimizer)
+
+        def make() -> Stepper:
+            if any(known.optimizer is optimizer for known in self.optimizers):
+                kind = type(optimizer).__name__
+                raise ConfigError(f"add_optimizer: expected another optimizer, got the same {kind} again. Add it once.")
+            return self._make_stepper(self, self._around_step, optimizer)
+
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)
         self.optimizers.append(sharded)

@@ -32,6 +32,7 @@ from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.layerwise.owned import Owned, WholeTensor
+from lightning_zero.optimizers.known import hooks_set_aside
 from lightning_zero.optimizers.probe import probe
 from lightning_zero.optimizers.state_trees import Leaf, StateShape
 from lightning_zero.optimizers.trial import step_of
@@ -277,16 +278,15 @@ class WholeOptimizer(Stepper):
         windows = [Window(window, used, self.owned, self._comm, self._find_route) for window in listed if window]
         for place, window in enumerate(windows):
             window.completes.difference_update(*(later.buckets for later in windows[place + 1 :]))
-        # The user's hooks run once around all windows, and see the parameters in the param groups.
-        hooked: Callable[[Optimizer], Any] = Optimizer.profile_hook_step(lambda _: self._step_windows(windows))
         with (
             torch.inference_mode(False),
             torch.no_grad(),
             without_autocast(self._comm.device.type),
             recording.profiled("step", f"{len(changed)} buckets"),
             recording.span("step", f"{len(changed)} buckets"),
+            hooks_set_aside(self.optimizer),  # also where a class calls the step of its base
         ):
-            hooked(self.optimizer)
+            self._step_windows(windows)
         self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers check this attribute
         self.owned.stepped(tensor for window in listed for tensor in window)
         return changed

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.optimizers.known import is_elementwise
+from lightning_zero.optimizers.known import is_elementwise, without_hooks
 
 CHUNK = 1 << 18  # elements per thread: parameter, gradient and two states in fp32 take 4 MiB of cache
 MAX_CHUNK = 1 << 22  # elements; cores share a bounded cache
@@ -77,7 +77,7 @@ def step_in_chunks(
         rounding: (index of the run's first element, salt), to round stochastically; None: round to nearest.
     """
     state = optimizer.state[run]
-    step = type(optimizer).step
+    step = without_hooks(type(optimizer).step)
     wide = dtype_of_step(run, grad, rounds=rounding is not None)
     # Each piece starts from the state before the step. Otherwise each piece would raise a shared step count.
     before = dict(state)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_zero.planning.state_dtype import BLOCK, ROW
 
@@ -42,6 +44,21 @@ def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
 def without_hooks(step: Any) -> Any:
     """Return a class's plain ``step``, without the wrapper in which torch runs hooks before and after it."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+@contextlib.contextmanager
+def hooks_set_aside(optimizer: Optimizer) -> Iterator[None]:
+    """Run no step hooks of users in the body, neither those of ``optimizer`` nor torch's global ones."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    tables: tuple[dict[int, Any], ...] = *own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    kept = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.clear()
+        yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -101,7 +118,7 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
     """Step ``optimizer`` on its small parameter ``probe``. Return how many element-wise states the step makes."""
     probe.grad = torch.ones_like(probe)
-    optimizer.step()
+    without_hooks(type(optimizer).step)(optimizer)
     return sum(is_elementwise(optimizer, name, value, probe) for name, value in optimizer.state[probe].items())
 
 

@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import StateDtype
 from lightning_zero.device.host_threads import setting_threads
 from lightning_zero.optimizers.chunks import round_stochastically, salt_of
-from lightning_zero.optimizers.known import base_of, shadow_of, start_state
+from lightning_zero.optimizers.known import base_of, shadow_of, start_state, without_hooks
 from lightning_zero.planning.layout import Fragment
 from lightning_zero.planning.state_dtype import BLOCK, ROW, TABLE_NBYTES, pieces_of
 
@@ -412,7 +412,7 @@ class NarrowStep:
             optimizer.state[piece] = self._widened(before, memory, low, high, wide)
         else:
             start_state(optimizer, optimizer.param_groups[0], [piece])
-        type(optimizer).step(optimizer)
+        without_hooks(type(optimizer).step)(optimizer)
         after = optimizer.state.pop(piece)
         for number, (name, form) in enumerate(self.formats.items()):
             if after.get(name) is not None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.config import ConfigError
-from lightning_zero.optimizers.known import without_hooks
+from lightning_zero.optimizers.known import hooks_set_aside, without_hooks
 from lightning_zero.optimizers.state_trees import StateShape, leaves_of, same, shape_of
 from lightning_zero.optimizers.windowed import HOOKS, PLAIN, StepInParts, keep
 
@@ -191,7 +191,7 @@ class Trial:
                 torch.default_generator.manual_seed(number)
                 step(self.optimizer)
                 continue
-            with StepInParts(self.optimizer, step, hides_empty=hides_empty) as parts:
+            with hooks_set_aside(self.optimizer), StepInParts(self.optimizer, step, hides_empty=hides_empty) as parts:
                 for part in filter(None, self._parts()):
                     # A class that draws random numbers then draws others for later tensors than in one call.
                     torch.default_generator.manual_seed(number)

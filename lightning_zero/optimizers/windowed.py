@@ -65,15 +65,9 @@ class StepInParts:
         self._called = False
 
     def __enter__(self) -> StepInParts:
-        optimizer = self._optimizer
-        # The caller runs the user's hooks once a step, even if a class calls the step of its base.
-        self._hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        optimizer = self._optimizer
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = self._hooks
         self._list([list(enumerate(kept["params"])) for kept in self._kept])
 
     def _list(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:

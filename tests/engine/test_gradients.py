@@ -174,6 +174,21 @@ def test_writes_that_would_be_lost_and_other_uses_are_refused_in_words(stage: in
                 use()
             assert not re.search(r"aten|_copy|default", str(caught.value))
         assert_same(sharded, twin, grads=True)
+        sharded.zero_grad()
+        for step in range(2):  # what a user has kept shows no gradient of a later backward
+            for use in (grad.clone, grad.norm, grad.zero_):
+                with pytest.raises(RuntimeError, match=r"head\.weight .*has been cleared.*clone"):
+                    use()
+            now = weight.grad
+            language_work(sharded, step)
+            assert now is None or weight.grad is now
+            sharded.optimizer.zero_grad(set_to_none=False)
+        weight.grad = grad
+        for use in (sharded.step, lambda: clip_grad_norm_([weight], 1.0), lambda: language_work(sharded, 2)):
+            with pytest.raises(RuntimeError, match="has been cleared"):
+                use()
+        sharded.engine.passes.abort()
+        sharded.zero_grad()
 
 
 @on_ranks(2)

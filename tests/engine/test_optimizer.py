@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_zero
 from lightning_zero.engine.whole import state_dicts, whole_params
@@ -253,21 +256,39 @@ KINDS: dict[str, tuple[MakeOptimizer, str]] = {
 def test_hooks_and_schedulers_of_any_optimizer_set_what_a_step_takes(
     kind: str, stage: int, row: str, tmp_path: Path
 ) -> None:
-    """Hooks run once a step, and see the user's parameters."""
+    """Hooks run once a step, see the user's parameters, clip gradients before it and change weights after it."""
     calls: dict[Optimizer, list[str]] = {}
+    shown: dict[Optimizer, Any] = {}
     schedulers: dict[Optimizer, Any] = {}
+    make, sharding = KINDS[kind]
+
+    def again(optimizer: Optimizer, when: str) -> bool:
+        """Whether torch calls hooks of the twin a second time, where its class calls ``super().step()``."""
+        twice = shown[optimizer] is contextlib.nullcontext and calls[optimizer][-1:] == [when]
+        calls[optimizer] += [when] * (not twice)
+        return twice
 
     def halve(optimizer: Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if not again(optimizer, "before") else ():
             group["lr"] *= 0.5
-        calls[optimizer].append("before")
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.1)
+
+    def clamp(optimizer: Optimizer, *_: Any) -> None:
+        if again(optimizer, "after"):
+            return
+        with shown[optimizer](), torch.no_grad():
+            for group in optimizer.param_groups:
+                torch._foreach_clamp_max_(group["params"], 0.1)
 
     def work(side: Side, step: int) -> Tensor:
         optimizer = side.optimizer
         if step == 0:
-            calls[optimizer] = []
+            calls[optimizer], shown[optimizer] = [], contextlib.nullcontext
+            if isinstance(side, Sharded):
+                shown[optimizer] = functools.partial(lightning_zero.gather, side.module)
             optimizer.register_step_pre_hook(halve)
-            optimizer.register_step_post_hook(lambda *_: calls[optimizer].append("after"))
+            if make is not sgd:  # else it is one of all optimizers
+                optimizer.register_step_post_hook(clamp)
             schedulers[optimizer] = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         else:
             schedulers[optimizer].step()
@@ -276,12 +297,13 @@ def test_hooks_and_schedulers_of_any_optimizer_set_what_a_step_takes(
             assert [id(p) for p in listed] == [id(p) for p in side.module.parameters()]
         return language_work(side, step)
 
-    make, sharding = KINDS[kind]
     settings = {"optimizer_settings": {"sharding": sharding}, **offload(row, tmp_path)}
-    tolerance = 1e-6 if sharding == "tensors" else 0.0
-    with warnings.catch_warnings():
+    with (
+        warnings.catch_warnings(),
+        register_optimizer_step_post_hook(clamp) if make is sgd else contextlib.nullcontext(),
+    ):
         warnings.simplefilter("error", UserWarning)  # of a scheduler that has seen no step
-        check(Model, work, stage=stage, optimizer=make, steps=4, tolerance=tolerance, **settings)
+        check(Model, work, stage=stage, optimizer=make, steps=4, tolerance=1e-6, **settings)
     (theirs, expected), (ours, found) = calls.items()
     assert found == expected and type(ours) is type(theirs) and "step" not in ours.__dict__
     assert schedulers[ours].get_last_lr() == schedulers[theirs].get_last_lr()
@@ -309,8 +331,16 @@ def test_bad_parameters_and_state_dicts_of_slices_are_refused() -> None:
         with pytest.raises(ValueError, match="differentiable"):
             side.engine.add_optimizer(torch.optim.SGD(head.parameters(), differentiable=True))
         side.engine.add_optimizer(sgd(head.parameters()))
+        with pytest.raises(ValueError, match="another optimizer, got the same AdamW"):
+            side.engine.add_optimizer(side.optimizer)
         with pytest.raises(RuntimeError, match="optimizer_state"):
             side.optimizer.state_dict()
+        state = side.optimizer.state
+        for use in (state.pop, state.__getitem__, lambda param: state.__setitem__(param, {})):
+            with pytest.raises(
+                RuntimeError, match=r"optimizer\.state: expected .* got embed\.weight.*state\.clear\(\)"
+            ):
+                use(side.module.embed.weight)
         with pytest.raises(RuntimeError, match="load_optimizer_state"):
             side.optimizer.load_state_dict({})
         side.optimizer.add_param_group({"params": foreign.parameters()})
@@ -424,6 +454,26 @@ def test_state_that_is_loaded_goes_where_the_old_one_was(row: str, tmp_path: Pat
         load_state(side, saved)
         assert {id(state["exp_avg"]) for state in side.optimizer.state.values()} == before
         assert_equal(state_of(side)["state"], saved["state"])
+
+
+@on_ranks(2)
+@PLACES
+@pytest.mark.parametrize("made", ["cleared", "replaced"])
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_state_that_a_user_clears_starts_anew(
+    optimizer: MakeOptimizer, made: str, stage: int, row: str, tmp_path: Path
+) -> None:
+    """Also while steps are under way that write to it."""
+
+    def work(side: Side, step: int) -> Any:
+        if step == 2 and made == "cleared":
+            side.optimizer.state.clear()
+        elif step == 2:
+            side.optimizer.state = defaultdict(dict)
+        return unused_head(side, step)
+
+    with slow_steps(0.002):
+        check(Model, work, stage=stage, optimizer=optimizer, steps=4, tolerance=1e-6, **offload(row, tmp_path))
 
 
 @on_ranks(2)

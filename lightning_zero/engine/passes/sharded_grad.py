@@ -86,6 +86,8 @@ class ShardedGrad(Tensor):
         owner = self._owner()
         if owner is None:
             raise RuntimeError(f"the gradient of {self.info.fqn} is gone, with the engine of its module.")
+        if not owner.shows(self):
+            raise _stale(self.info.fqn)
         return owner
 
     def whole(self) -> Tensor:
@@ -203,6 +205,13 @@ def _refusal(fqn: str) -> RuntimeError:
     )
 
 
+def _stale(fqn: str) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of {fqn} that is used or assigned here has been cleared (zero_grad(), param.grad = None): its "
+        "values are gone. Take values that you need later with param.grad.clone(), on all ranks, before you clear it."
+    )
+
+
 # -- torch.nn.utils.get_total_norm ------------------------------------------------------------------------------------
 
 
@@ -255,7 +264,7 @@ class LazyNorm(Tensor):
 
 
 class ShardedGrads:
-    """Owns the gradients of one engine as users see them: one :class:`ShardedGrad` per parameter, made once."""
+    """Owns the gradients of one engine as users see them: a :class:`ShardedGrad` per parameter, until it is cleared."""
 
     def __init__(
         self, reducer: Reducer, after_step: AfterStep, forget_failed: Callable[[], None], most_overflows: int | None
@@ -334,7 +343,7 @@ class ShardedGrads:
             )
 
     def forget_cleared(self) -> None:
-        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None."""
+        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None; refuse cleared ones."""
         for bucket, grads in () if self._aside else self._grads.items():
             if not grads.used and not bucket.grad_store.is_there:
                 continue
@@ -342,11 +351,25 @@ class ShardedGrads:
             with torch._C.DisableTorchFunctionSubclass():
                 for info in bucket.params:
                     own, grad = self._of.get(id(info.param)), get_grad(info.param)
+                    if isinstance(grad, ShardedGrad) and grad is not own:
+                        raise _stale(info.fqn)
                     is_there = own is not None and (grad is own or own.added)
                     if not is_there and not (bucket.is_plain and type(grad) is Tensor):
                         cleared.append(info.slot)
             if cleared:
                 grads.forget(cleared)
+            own = None
+            for slot in cleared:
+                key = id(bucket.params[slot].param)
+                if key in self._of and sys.getrefcount(self._of[key]) > 2:
+                    del self._of[key]  # a user has kept it, and must not see gradients to come
+
+    def shows(self, grad: ShardedGrad) -> bool:
+        """Return whether ``grad`` stands for its parameter's present gradient: users have not cleared it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            now = get_grad(grad.info.param)
+        is_there = now is grad or type(now) is Tensor or grad.added or self._aside
+        return is_there and self._of.get(id(grad.info.param)) is grad
 
     @property
     def are_there(self) -> bool:
@@ -361,7 +384,7 @@ class ShardedGrads:
             for info in bucket.params:
                 with torch._C.DisableTorchFunctionSubclass():
                     grad = get_grad(info.param)
-                if grad is not None and not isinstance(grad, ShardedGrad):
+                if grad is not None and grad is not self._of.get(id(info.param)):
                     raise RuntimeError(
                         f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
                         "`with lightning_zero.gather(module, grads=True):`."

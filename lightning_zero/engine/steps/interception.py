@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import types
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.passes.passes import Passes
@@ -19,7 +21,6 @@ from lightning_zero.optimizers.state_trees import State
 
 Step = Callable[[Callable[[], object] | None], object]
 
-_BETWEEN = -1  # hook id that torch never gives out
 _READS_SLICES = ("state_dict", "load_state_dict")
 
 
@@ -29,22 +30,10 @@ class Stepping:
     def __init__(self, optimizer: Optimizer, step: Step) -> None:
         self._optimizer = optimizer
         self._given = optimizer.__dict__.get("step")  # a learning-rate scheduler's wrapper that counts steps
-        self._inner = optimizer.step
+        self.inner: Callable[[], object] = optimizer.step  # steps the tensors that the param groups list
         optimizer.step = types.MethodType(_step_of(optimizer.step, _weak(step)), optimizer)  # type: ignore[method-assign]
         for method in (state_dict, load_state_dict):
             optimizer.__dict__[method.__name__] = types.MethodType(method, optimizer)
-
-    def inner(self, between: Callable[[], None]) -> None:
-        """Run the optimizer's original `step` on the tensors that its param groups list.
-
-        Call `between` just before that, after the user's step pre-hooks, which may set a learning rate.
-        """
-        hooks = self._optimizer._optimizer_step_pre_hooks
-        hooks[_BETWEEN] = lambda *_: between()
-        try:
-            self._inner()  # type: ignore[call-arg]
-        finally:
-            del hooks[_BETWEEN]
 
     def undo(self) -> None:
         for name in ("step", *_READS_SLICES):
@@ -90,6 +79,34 @@ def load_state_dict(self: Optimizer, state_dict: State) -> None:
         "optimizer.load_state_dict() cannot load into slices. Go on with trainer.fit(model, ckpt_path=path) (without a "
         "Trainer lightning_zero.engine.load_optimizer_state(engine, optimizer, state), on all ranks)."
     )
+
+
+class StateBySlice(defaultdict[Tensor, State]):
+    """Is the `state` of an optimizer of torch's. Its keys are slices of masters, or tensors that are stepped whole."""
+
+    around: Callable[[], AroundStep | None] = staticmethod(lambda: None)  # copies have none
+    cleared = False
+
+    def clear(self) -> None:
+        """Wait for the steps under way, which write to it, and clear it. The next step then starts anew."""
+        if (around := self.around()) is not None:
+            around.after_step.wait_for_steps()
+        super().clear()
+        self.cleared = True
+
+    def __setitem__(self, key: Tensor, value: State) -> None:  # `state[key]` calls it too, where there is none yet
+        super().__setitem__(self._checked(key), value)
+
+    def pop(self, key: Tensor, *default: object) -> object:  # type: ignore[override]
+        return super().pop(self._checked(key), *default)
+
+    def _checked(self, key: Tensor) -> Tensor:
+        if (around := self.around()) is not None and (place := around.places.get(id(key))) is not None:
+            raise RuntimeError(
+                f"optimizer.state: expected a slice as key, got {place.info.fqn}. Call optimizer.state.clear(), "
+                "or read and load it whole: optimizer_state and load_optimizer_state of lightning_zero.engine."
+            )
+        return key
 
 
 class AroundStep:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.device import recording
-from lightning_zero.engine.steps.interception import AroundStep, Stepping
+from lightning_zero.engine.steps.interception import AroundStep, StateBySlice, Stepping
 from lightning_zero.engine.steps.runs import LEFT, FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.after_step import StepJob
@@ -29,15 +31,18 @@ from lightning_zero.optimizers.chunks import dtype_of_step, salt_of, step_in_chu
 from lightning_zero.optimizers.known import (
     ELEMENTWISE,
     count_states,
+    hooks_set_aside,
     is_elementwise,
     is_known,
     prefers_fused,
     shadow_of,
     start_state,
+    without_hooks,
 )
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
 from lightning_zero.optimizers.slices import check_declared
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, leaves_of
+from lightning_zero.optimizers.trial import step_of
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
@@ -59,6 +64,8 @@ class Stepper(ABC):
     def release(self) -> None:
         """Give the optimizer its own `step` back, and drop its state."""
         self._stepping.undo()
+        if isinstance(self.optimizer.state, StateBySlice):
+            self.optimizer.state = defaultdict(dict)
         self.optimizer.state.clear()
         self._around.pieces.clear()
 
@@ -85,10 +92,30 @@ class Stepper(ABC):
             for places in self.places()
             for place in places
         }
+        self._own_state()
         return {key: state for key, state in states.items() if state}
 
+    def _own_state(self, *, anew: bool = False) -> None:
+        """Notice from now on if the user clears or replaces the optimizer's state. If he has, start `anew`."""
+        state = self.optimizer.state
+        owned = isinstance(state, StateBySlice) and not state.cleared
+        # Not of classes of users' own, which may share the object with an optimizer inside.
+        if not owned and step_of(self.optimizer).__module__.startswith("torch.optim."):
+            self.optimizer.state = own = StateBySlice(dict, state)
+            own.around = ref(self._around)
+            if anew and not state:
+                self.load_param_states({})
+
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Run the closure on the user's param groups, then step the shards. Return the closure's result. Collective."""
+        """Run the closure on the user's param groups, then step the shards, with the user's step hooks around both.
+        Return the closure's result. Collective."""
+        # Around the whole step, as in torch: hooks find the user's parameters, gradients and, after it, new values.
+        run: Callable[..., object] = self._step_all
+        if self._around.passes.look is None:
+            run = Optimizer.profile_hook_step(run)
+        return run(self.optimizer, *[closure] * (closure is not None))
+
+    def _step_all(self, _: Optimizer, closure: Callable[[], object] | None = None) -> object:
         loss = None
         if closure is not None:
             with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
@@ -97,6 +124,7 @@ class Stepper(ABC):
             return loss
         places = [place for group in self.places() for place in group]
         self._around.begins(places)
+        self._own_state(anew=True)
         grads = self._around.passes.sharded_grads
         grads.refuse_undivided()
         if grads.must_skip(places):
@@ -295,6 +323,7 @@ class ShardedOptimizer(Stepper):
 
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
         self.runs.load(states, self.groups(), long_work)
+        self._own_state()
 
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
         if self.runs.has_stepped(bucket) and bucket.trainable:
@@ -310,8 +339,6 @@ class ShardedOptimizer(Stepper):
         for_worker = {bucket for bucket in changed if self._known and bucket.steps_on_host}
         buckets = [bucket for bucket in self.runs.buckets() if bucket in changed]
         eager = [bucket for bucket in buckets if bucket not in for_worker]
-        jobs: list[StepJob] = []
-        fused = [group.get("fused") for group in self.optimizer.param_groups]  # as set before the eager step
         # `no_grad` follows `inference_mode(False)`, which switches grad mode on. State made in inference mode could not
         # be changed outside of it, and autocast would change the dtype of some results.
         with (
@@ -319,11 +346,12 @@ class ShardedOptimizer(Stepper):
             torch.no_grad(),
             without_autocast(self._device_type),
             self._open(eager),
-            self._runs_in_groups(self.optimizer, eager, used),
             recording.profiled("step", f"{len(eager)} buckets"),
             recording.span("step", f"{len(eager)} buckets") if eager else contextlib.nullcontext(),
         ):
-            self._stepping.inner(lambda: jobs.extend(self._job(b, used, fused) for b in buckets if b in for_worker))
+            jobs = [self._job(bucket, used) for bucket in buckets if bucket in for_worker]
+            with self._runs_in_groups(self.optimizer, eager, used), hooks_set_aside(self.optimizer):
+                self._stepping.inner()
         # After the eager step: the worker starts at once, and both write to `optimizer.state`.
         if jobs:
             self._around.after_step.submit(jobs)
@@ -345,16 +373,13 @@ class ShardedOptimizer(Stepper):
                 self.runs.attach_state(bucket)
                 bucket.copy_master_to_params()
 
-    def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
-        """Make a job that steps one bucket with the present hyperparameters and gradient. `fused`: by param group."""
+    def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
+        """Make a job that steps one bucket with the present hyperparameters and gradient."""
         # Take the gradient and a shadow of the optimizer now. Before the worker steps this bucket, a scheduler may
         # change the learning rate and `zero_grad` may clear the gradient; and the worker changes param groups.
         shadow = shadow_of(self.optimizer)
-        for group, chosen in zip(shadow.param_groups, fused, strict=False):
-            if "fused" in group:
-                group["fused"] = chosen
         claimed = bucket.grad_store.claim()
-        step = type(shadow).step
+        step = without_hooks(type(shadow).step)
 
         def run() -> None:
             # Grad and inference modes belong to a thread, so the worker sets its own.
