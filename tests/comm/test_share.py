@@ -78,9 +78,7 @@ def test_a_path_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- cores near a GPU --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("listed", "cores"), [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("\n", set()), (None, set())]
-)
+@pytest.mark.parametrize("listed, cores", [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("\n", set()), (None, set())])
 def test_the_cores_near_a_gpu_are_those_of_its_numa_node(
     listed: str | None, cores: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,14 +123,11 @@ NEVER = [
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("row", "stage", "kept"),
-    [
-        *(("none", stage, "none") for stage in (0, 1, 3)),
-        *(("none", stage, "offload") for stage in (0, 3)),
-        *(("optimizer_cpu", 2, "none"), ("cpu", 3, "none"), ("cpu", 3, "offload"), ("nvme", 3, "none")),
-    ],
-)
+@pytest.mark.parametrize(("row", "stage", "kept"), [
+    *(("none", stage, "none") for stage in (0, 1, 3)),
+    *(("none", stage, "offload") for stage in (0, 3)),
+    *(("optimizer_cpu", 2, "none"), ("cpu", 3, "none"), ("cpu", 3, "offload"), ("nvme", 3, "none")),
+])  # fmt: skip
 def test_the_host_waits_for_events_of_offload_only(row: str, stage: int, kept: str, tmp_path: Path) -> None:
     count = LATE.late_cuda_count
     count.restype = ctypes.c_long

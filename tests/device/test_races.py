@@ -248,15 +248,12 @@ HOST = "optimizer_cpu"
 BETWEEN = [Case(stage, row, steps=(Step(),) * 2) for stage, row in ((3, "none"), (1, "none"), (3, HOST), (1, HOST))]
 
 
-@pytest.mark.parametrize(
-    ("act", "case"),
-    [
-        pytest.param(act, case, id=f"{act.__name__}-{case}", marks=[pytest.mark.full] * (place != number % 4))
-        for number, act in enumerate(ACTS)
-        for place, case in enumerate(BETWEEN)
-        if case.stage == 3 or act is not serves_others
-    ],
-)
+@pytest.mark.parametrize(("act", "case"), [
+    pytest.param(act, case, id=f"{act.__name__}-{case}", marks=[pytest.mark.full] * (place != number % 4))
+    for number, act in enumerate(ACTS)
+    for place, case in enumerate(BETWEEN)
+    if case.stage == 3 or act is not serves_others
+])  # fmt: skip
 def test_what_is_asked_between_steps_has_no_race(act: Callable[..., None], case: Case, trained: Trained) -> None:
     found = trained(case, then=act)
     assert_none(found.races)

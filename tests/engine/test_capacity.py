@@ -178,7 +178,7 @@ def test_a_disk_that_another_job_fills_on_one_rank_is_every_rank_s_error(row: st
 
 
 @on_ranks(1)
-def test_state_that_is_replaced_or_of_parameters_that_have_left_gives_its_place_back() -> None:
+def test_state_that_is_replaced_gives_its_place_back_and_parameters_that_have_left_at_a_load() -> None:
     with Sharded(Model(width=WIDTH), offload="cpu") as side:
         host: Any = side.engine.tiers.host
         sizes = []
@@ -190,4 +190,6 @@ def test_state_that_is_replaced_or_of_parameters_that_have_left_gives_its_place_
         side.optimizer.param_groups[0]["params"] = list(side.module.head.parameters())
         train(side, [2])
         side.engine.passes.wait_for_all()
+        assert host.nbytes == sizes[0]  # they may come back
+        load_state(side, state_of(side))
         assert host.nbytes < 0.6 * sizes[0]

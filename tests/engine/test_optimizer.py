@@ -417,9 +417,7 @@ RESUMED: list[tuple[Place, Place]] = [
 
 @on_ranks(2, full=(1,))
 @pytest.mark.parametrize(("source", "target"), RESUMED)
-@pytest.mark.parametrize(
-    ("precision", "optimizer"), [("fp32", adamw), ("fp32", sgd), ("bf16", adamw), (STOCHASTIC, sgd)]
-)
+@pytest.mark.parametrize("precision, optimizer", [("fp32", adamw), ("fp32", sgd), ("bf16", adamw), (STOCHASTIC, sgd)])
 @pytest.mark.mainly(lambda source, target, precision, optimizer: precision == "fp32" and optimizer is adamw)
 def test_training_resumes_in_any_stage_and_row(
     source: Place, target: Place, precision: Any, optimizer: MakeOptimizer, tmp_path: Path

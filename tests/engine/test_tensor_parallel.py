@@ -445,9 +445,7 @@ of_transformers = functools.partial(models.of_transformers, use_cache=False)
 
 @pytest.mark.full
 @on_ranks(4)
-@pytest.mark.parametrize(
-    ("kind", "tensor", "expert"), [("llama", 2, 1), *itertools.product(["qwen3_moe"], [1, 2], [2, 4])]
-)
+@pytest.mark.parametrize("kind, tensor, expert", [("llama", 2, 1), *itertools.product(["qwen3_moe"], [1, 2], [2, 4])])
 def test_plans_of_transformers_equal_one_process(kind: str, tensor: int, expert: int) -> None:
     """Also without gradients, where their layers take another way; the router's gradient among all."""
 

@@ -59,8 +59,8 @@ def compare(
     """Gradients of ordinary and of vertical accumulation are the same; what was sent for the second block."""
     found: list[dict[str, Tensor]] = []
     sent: list[Counter[str]] = []
-    precision = settings.get("precision", "fp32")
-    for shard, parts in ((ordinary, K), (vertical, 1)):
+    precision, k = settings.get("precision", "fp32"), settings.pop("k", K)
+    for shard, parts in ((ordinary, k), (functools.partial(vertical, k=k), 1)):
         torch.manual_seed(3)
         module = make()
         engine = shard(module, **settings)
@@ -130,11 +130,12 @@ def test_gradients_are_those_of_ordinary_accumulation(case: dict[str, Any], tmp_
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_unit_is_gathered_twice_and_reduced_once(stage: int) -> None:
-    of_ordinary, of_vertical = compare(Model, tokens(0, rows=ROWS), stage=stage)
+    k = 2 if stage == 3 else K
+    of_ordinary, of_vertical = compare(Model, tokens(0, rows=ROWS), stage=stage, k=k)
     reduction = "all_reduce" if stage == 0 else "reduce_scatter"
-    assert (of_ordinary[reduction], of_vertical[reduction]) == (K, 1)
+    assert (of_ordinary[reduction], of_vertical[reduction]) == (k, 1)
     gathers = (of_ordinary["all_gather"], of_vertical["all_gather"])
-    assert gathers == ((2 * K, 2) if stage == 3 else (0, 0))
+    assert gathers == ((2 * k, 2) if stage == 3 else (0, 0))
 
 
 @on_ranks(2)
@@ -395,19 +396,16 @@ def passes(what: str) -> nn.Module:
 DROPPING = [Dropping(), Dropping()]
 
 
-@pytest.mark.parametrize(
-    ("blocks", "settings", "words"),
-    [
-        ([Norm(), Norm()], {}, r"blocks\.0 \(Norm\) holds inner \(BatchNorm1d\).*whole_batch=\[BatchNorm1d\]"),
-        ([Norm(nn.GRU(8, 8)), Norm(nn.GRU(8, 8))], {}, "batch_first=False"),
-        (DROPPING, {"unit": {"whole_batch": ["Norn"]}}, "whole_batch: expected class names.*'Norn'"),
-        (DROPPING, {"unit": {"whole_batch": ["Dropping"]}}, "none of whose units do"),
-        (DROPPING, {"how": "none"}, "activation_checkpointing=blocks, or offload"),
-        (DROPPING, {"k": 1, "unit": {"whole_batch": ["Norm"]}}, "has no effect with zero.vertical_chunks=1"),
-        (DROPPING, {"k": 0}, "zero.vertical_chunks"),
-        (DROPPING, {"comm": {"grad_comm_dtype": "bf16"}, "precision": "bf16"}, "zero.comm.grad_comm_dtype"),
-    ],
-)
+@pytest.mark.parametrize(("blocks", "settings", "words"), [
+    ([Norm(), Norm()], {}, r"blocks\.0 \(Norm\) holds inner \(BatchNorm1d\).*whole_batch=\[BatchNorm1d\]"),
+    ([Norm(nn.GRU(8, 8)), Norm(nn.GRU(8, 8))], {}, "batch_first=False"),
+    (DROPPING, {"unit": {"whole_batch": ["Norn"]}}, "whole_batch: expected class names.*'Norn'"),
+    (DROPPING, {"unit": {"whole_batch": ["Dropping"]}}, "none of whose units do"),
+    (DROPPING, {"how": "none"}, "activation_checkpointing=blocks, or offload"),
+    (DROPPING, {"k": 1, "unit": {"whole_batch": ["Norm"]}}, "has no effect with zero.vertical_chunks=1"),
+    (DROPPING, {"k": 0}, "zero.vertical_chunks"),
+    (DROPPING, {"comm": {"grad_comm_dtype": "bf16"}, "precision": "bf16"}, "zero.comm.grad_comm_dtype"),
+])  # fmt: skip
 def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: dict[str, Any], words: str) -> None:
     module = Layers(*blocks)
     with pytest.raises(ConfigError, match=words):
@@ -425,21 +423,18 @@ def hooked() -> nn.Module:
 TURNED = Does(lambda m, x: m.layers(x.transpose(0, 1)), layers=Layers(Dropping(), Dropping()))
 
 
-@pytest.mark.parametrize(
-    ("module", "x", "words"),
-    [
-        (Layers(Dropping(), Dropping()), torch.randn(6, 8), "divides by zero.vertical_chunks=4, got 6 samples"),
-        (Layers(counts(), counts()), torch.randn(ROWS, 8), r"changes the buffer seen of Does"),
-        (passes("vector"), torch.randn(ROWS, 8), r"a result \[3\] with one that is not of samples"),
-        (passes("number"), torch.randn(ROWS, 8), "results with other numbers"),
-        (passes("in place"), torch.randn(ROWS, 8), "changes an input in place"),
-        (passes("keeps"), torch.randn(ROWS, 8), "leaves it by another way than its results"),
-        (passes("collects"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
-        (passes("remembers"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
-        (TURNED, torch.randn(4, 8, 8), r"dimension is the batch \(4\), got \[8, 4, 8\]"),
-        (hooked(), torch.randn(ROWS, 8), r"hook .* on blocks\.1\.inner\.weight"),
-    ],
-)
+@pytest.mark.parametrize(("module", "x", "words"), [
+    (Layers(Dropping(), Dropping()), torch.randn(6, 8), "divides by zero.vertical_chunks=4, got 6 samples"),
+    (Layers(counts(), counts()), torch.randn(ROWS, 8), r"changes the buffer seen of Does"),
+    (passes("vector"), torch.randn(ROWS, 8), r"a result \[3\] with one that is not of samples"),
+    (passes("number"), torch.randn(ROWS, 8), "results with other numbers"),
+    (passes("in place"), torch.randn(ROWS, 8), "changes an input in place"),
+    (passes("keeps"), torch.randn(ROWS, 8), "leaves it by another way than its results"),
+    (passes("collects"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
+    (passes("remembers"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
+    (TURNED, torch.randn(4, 8, 8), r"dimension is the batch \(4\), got \[8, 4, 8\]"),
+    (hooked(), torch.randn(ROWS, 8), r"hook .* on blocks\.1\.inner\.weight"),
+])  # fmt: skip
 def test_refused_in_a_step(module: nn.Module, x: Tensor, words: str) -> None:
     with released(module, offload="cpu"), pytest.raises(RuntimeError, match=words):
         module(x).backward()
@@ -595,16 +590,13 @@ def test_the_loss_in_chunks_without_an_engine(reduction: str, chunks: int) -> No
         assert torch.allclose(grad, other, atol=1e-6)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"reduction": "max"}, "reduction to be one of"),
-        ({"targets": torch.zeros(3, dtype=torch.long)}, "of the same sizes"),
-        ({"chunks": 0}, "chunks to be a whole number"),
-        ({"head": F.normalize}, "head to be a module"),
-        ({"loss": F.cross_entropy, "chunks": 2}, "one number for each of 2 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"reduction": "max"}, "reduction to be one of"),
+    ({"targets": torch.zeros(3, dtype=torch.long)}, "of the same sizes"),
+    ({"chunks": 0}, "chunks to be a whole number"),
+    ({"head": F.normalize}, "head to be a module"),
+    ({"loss": F.cross_entropy, "chunks": 2}, "one number for each of 2 tokens"),
+])  # fmt: skip
 def test_a_loss_that_cannot_be_in_chunks_is_refused(settings: dict[str, Any], words: str) -> None:
     given: dict[str, Any] = {"head": nn.Linear(5, 7), "loss": None, "hidden": torch.randn(4, 5)}
     given["targets"] = torch.zeros(4, dtype=torch.long)

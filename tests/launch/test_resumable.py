@@ -95,7 +95,12 @@ def test_other_ranks_see_what_is_left_once(size: int, first: int, then: int, bat
     assert size - len(had | set(seen)) < step + then  # or a few not, of the last one that is not full
 
 
-def test_what_was_loaded_but_not_trained_on_does_not_count() -> None:
+def test_what_was_trained_on_counts_since_the_last_resume() -> None:
+    of = trainer(0, 4)
+    resumed = loader(64, 1, of)
+    resumed.load_state_dict({"items": 10, "epoch": 0, "whole": 0})
+    of.fit_loop.epoch_loop.batch_progress.current.processed += 1
+    assert resumed.state_dict()["items"] == 14
     of = trainer(0, 2, batches=3)
     of.fit_loop.epoch_loop.batch_progress.current.ready = 4  # a signal came between two steps
     assert loader(100, 2, of).state_dict() == {"items": 12, "epoch": 0, "whole": 0}
@@ -107,11 +112,3 @@ def test_workers_begin_at_the_place_too() -> None:
     whole = loader(24, 2, trainer(0, 2))
     whole.sampler.set_epoch(1)
     assert items(of) == items(whole)[2:]
-
-
-def test_a_second_resume_in_an_epoch_counts_from_the_first() -> None:
-    of = trainer(0, 4)
-    resumed = loader(64, 1, of)
-    resumed.load_state_dict({"items": 10, "epoch": 0, "whole": 0})
-    of.fit_loop.epoch_loop.batch_progress.current.processed += 1
-    assert resumed.state_dict()["items"] == 14

@@ -42,9 +42,7 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("row", "precision"), [("zero0", "bf16-true"), ("zero3", "32-true"), ("zero3_nvme", "bf16-mixed")]
-)
+@pytest.mark.parametrize("row, precision", [("zero0", "bf16-true"), ("zero3", "32-true"), ("zero3_nvme", "bf16-mixed")])
 def test_one_rank_alone_saves_copies_and_differentiates_the_module(row: str, precision: Any, tmp_path: Path) -> None:
     run = fit(strategy_of(row, tmp_path), tmp_path, seeded(Lit), precision=precision)
     module = run.module
