@@ -178,7 +178,6 @@ def test_data_that_is_assigned_is_kept(
 @on_ranks(2)
 @STAGES
 def test_data_that_was_read_keeps_its_values_when_other_data_is_assigned(stage: int) -> None:
-    """So averaged weights are swapped in and out."""
     with Sharded(Model(), stage=stage) as side, scope(side):
         weight, average = side.module.head.weight, torch.full_like(side.module.head.weight, 0.5)
         before, kept = weight.data.clone(), weight.data
