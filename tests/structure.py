@@ -34,8 +34,8 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 39_858,
-    "lines of the engine": 11_181,
+    "lines of the package": 40_100,
+    "lines of the engine": 11_389,
     "files of the engine": 44,
     "lines of the longest file": 600,
     "lines of tests": 40_000,

@@ -41,7 +41,8 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
         """Run the backward, and reduce all gradients before this returns. Collective."""
         engines: Sequence[Engine] = self.strategy.engines_of_backward(model)
         if self.scaler is not None:
-            self._overflowed.clear()  # of a step that was left out
+            # The step may have been left out: what was finite tells nothing of the gradients of this backward.
+            self._overflowed = {key: True for key, overflowed in self._overflowed.items() if overflowed}
             tensor = tensor * self.scaler.scale
         with contextlib.ExitStack() as scopes:
             for engine in engines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,9 +109,6 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} | {"params": []}
         for group in optimizer.param_groups
     ]
-    # The user's hooks run once a step, not for each bucket in the worker.
-    shadow._optimizer_step_pre_hooks = OrderedDict()
-    shadow._optimizer_step_post_hooks = OrderedDict()
     return shadow
 
 

@@ -113,9 +113,10 @@ def test_arguments_of_a_nested_gather_are_refused(stage: int, argument: dict[str
 @on_ranks(2)
 def test_an_exception_inside_gather_drops_what_was_written() -> None:
     with Sharded(Model()) as side:
-        with pytest.raises(ZeroDivisionError), lightning_zero.gather(side.module):
+        with pytest.raises(ZeroDivisionError), lightning_zero.gather(side.module.head):
             side.module.head.weight.data.fill_(7)
-            raise ZeroDivisionError
+            with lightning_zero.gather(side.module.embed):
+                raise ZeroDivisionError
         assert_absent(side.module.head.weight)
         with lightning_zero.gather(side.module):
             assert not (side.module.head.weight == 7).any()

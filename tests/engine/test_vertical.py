@@ -208,9 +208,6 @@ def test_the_batch_of_a_step_is_that_of_its_scope_alone() -> None:
             loss = module(torch.randn(ROWS, 8))
         engine.passes.backward(loss)
         module(torch.randn(2 * ROWS, 8)).backward()
-        with engine.step_scope():  # by parts, after a call of the whole
-            loss = nn.Sequential(module.enter, *module.blocks)(torch.randn(ROWS, 8)).square().mean()
-        engine.passes.backward(loss)
 
 
 # -- what a unit may be given, and give ------------------------------------------------------------------------------

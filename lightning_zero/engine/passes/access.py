@@ -405,9 +405,8 @@ class Access:
     def hands_out(self, param: nn.Parameter, read: Callable[[], Tensor]) -> Tensor:
         place = self._place_of(param)
         if self._fence.is_lowered:
-            if not (place.bucket.shows_values and place.bucket.plan.params_are_masters):
-                self._fence.refuse_use(place.info, "data")
-            return read()
+            is_master = place.bucket.shows_values and place.bucket.plan.params_are_masters
+            return param if self._fence.passing_on and not is_master else read()  # a use of it is seen then
         if not place.bucket.shows_values:
             for unit in self._bring([param], "data"):
                 self._passes.borrowed(unit, keep=True)
@@ -419,11 +418,11 @@ class Access:
         place = self._place_of(param)
         if self._fence.is_lowered:
             self._fence.refuse_use(place.info, "data")
-        if self._fence.is_lowered or not isinstance(value, Tensor):
-            return False
-        place.info.check_shape(value.shape)
-        self._replace(place, value)
-        return True
+        elif isinstance(value, Tensor):
+            place.info.check_shape(value.shape)
+            self._replace(place, value)
+            return True
+        return False
 
     @outside_autograd
     def _replace(self, place: Place, value: Tensor) -> None:

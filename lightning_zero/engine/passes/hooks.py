@@ -194,14 +194,11 @@ class Hooks:
         self._touched.add(module)
 
     def watch_arguments(self, module: nn.Module, called: Callable[[Args, Kwargs], None]) -> None:
-        """Call ``called`` with the arguments of each call of ``module``, and with none when the call ends."""
 
         def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             called(args, kwargs)
 
-        after = outside_graphs(lambda *_: called((), {}))
         self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
         """Remove our hooks and attributes from modules, but not from parameters. Returns a function to restore them."""

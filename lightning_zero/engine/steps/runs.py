@@ -252,7 +252,7 @@ class Runs:
         for name, value in first.items():
             if is_per_tensor(self.optimizer, name) or not isinstance(value, Tensor) or value.shape != shape:
                 # Fused kernels need the step count on the run's device.
-                if isinstance(value, int | float) and base_of(self.optimizer) is not None:
+                if isinstance(value, int | float) and base_of(self.optimizer) and is_per_tensor(self.optimizer, name):
                     value = torch.tensor(float(value))  # as torch's load of what old versions have saved
                 state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
                 continue

@@ -74,8 +74,7 @@ class Vertical:
             self.batch, self._step_has_told = before
 
     def _root_called(self, args: Args, kwargs: Kwargs) -> None:
-        """Take the batch size from the root module's arguments if :meth:`step` could not find it in its batch. At the
-        end of the call, which has no arguments, it is unknown again."""
+        """Take the batch size from the root module's arguments if :meth:`step` could not find it in its batch."""
         if not self._step_has_told and not self.inside:
             self.batch = first_size((args, kwargs))
 

@@ -45,11 +45,15 @@ class Snapshot:
             span = self._spans.setdefault(id(part.whole), _Span(part.whole))
             low, high = part.rows
             span.start, span.stop = min(span.start, low), max(span.stop, high)
-        for storage in wanted:
-            if isinstance(storage, ResidentStorage) and storage.is_exposed and id(storage.master) in self._spans:
-                self._copy(self._spans[id(storage.master)])  # at once: user code may change the values without notice
-        self._made = streams.mark()  # after the kernels that computed the values
         self._copied: Future[None] = Future()
+        try:
+            for storage in wanted:
+                if isinstance(storage, ResidentStorage) and storage.is_exposed and id(storage.master) in self._spans:
+                    self._copy(self._spans[id(storage.master)])  # at once: user code may change them without notice
+        except BaseException:
+            self.close()  # pages must not be dropped while they are pinned
+            raise
+        self._made = streams.mark()  # after the kernels that computed the values
         for storage in wanted:
             storage.lend(self._copied)
 

@@ -38,7 +38,7 @@ from lightning_zero.engine.whole.values import (
     own_fragments,
     parts_for_folder,
 )
-from lightning_zero.engine.whole.whole_params import masters_changed, take_writes_over
+from lightning_zero.engine.whole.whole_params import masters_changed, take_shown_over
 from lightning_zero.mesh.split import Split
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, with_leaves
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
@@ -54,12 +54,12 @@ def module_state(
     engine: Engine, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
 ) -> State:
     """Return the module's state dict, with full or with fake tensors: see ``Engine.state_dict``. Collective."""
-    take_writes_over(engine)
+    take_shown_over(engine)
+    wanted = not only_rank_0 or engine.comm.rank == 0
     if fakes is not None:
         values = _tensors(engine, lambda value, info: fakes.tensor(value, info, info.dtype), trainable_only)
     else:
-        values = _gathered(engine, wanted=not only_rank_0 or engine.comm.rank == 0)
-    wanted = not only_rank_0 or engine.comm.rank == 0
+        values = _gathered(engine, wanted=wanted)
     # An override of ``state_dict`` may raise on rank 0, while the others go on to the next message.
     act = lambda: _state_dict_with(engine, values, trainable_only) if wanted else {}  # noqa: E731
     return engine.comm.together("the module's state_dict()", act)
@@ -84,7 +84,7 @@ def sharded_state_dict(
     engine: Engine, storages: Sequence[MasterStorage] | None = None, *, trainable_only: bool = False
 ) -> State:
     """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of ``storages``, a copy. Collective."""
-    take_writes_over(engine)
+    take_shown_over(engine)
     parts = _parts_by_value(engine, {} if storages is None else {"copy": storages})
 
     def tensor(value: Value, info: ParamInfo) -> Tensor:
@@ -284,6 +284,8 @@ class _CopyIntoShards(TorchFunctionMode):
             place = self.engine.units.place_of(args[0])
             if args[1] is args[0]:  # a hook, or on_load_checkpoint, has put in the parameter, which keeps its values
                 return args[0]
+            if isinstance(args[1], nn.Parameter) and self.engine.units.owns(args[1]):
+                self.engine.passes.fence.refuse_use(self.engine.units.place_of(args[1]).info, "copy_")
             try:
                 outside_autograd(place.bucket.write)(place.info, args[1])
             except OSError as error:
@@ -336,10 +338,10 @@ def _infos(engine: Engine) -> dict[str, ParamInfo]:
 def _refuse_other_values(engine: Engine, state: Saved) -> None:
     """Raise RuntimeError if ranks load other values of a parameter, of which each would write its own part. Collective.
 
-    A few elements of each tensor tell: what differs is mostly random. Tensors that lie in files are the same."""
+    Eight elements of each tensor tell: what differs is mostly random, and more would read a mapped file."""
     infos = {fqn: info for fqn, info in _infos(engine).items() if info.split is None}
     own = {
-        key: checksum(value.detach().flatten()[:: value.numel() // 256 + 1])
+        key: checksum(value.detach().flatten()[:: value.numel() // 8 + 1])
         for key, value in state.items()
         if isinstance(value, Tensor) and not isinstance(value, StoredTensor | KeptTensor) and not value.is_meta
         if key in infos and value is not infos[key].param

@@ -45,11 +45,16 @@ CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather
 def take_writes_over(engine: Engine) -> None:
     """Wait for steps, then copy users' writes into masters. Raise RuntimeError if ranks' writes differ. Collective."""
     engine.passes.wait_for_all()
-    for write_back in engine.passes.writes.write_backs:
-        write_back()
     _take_over(engine)
     engine.passes.writes.take_all_over()
     engine.passes.writes.confirm_if_any()
+
+
+def take_shown_over(engine: Engine) -> None:
+    """Do as :func:`take_writes_over`, before a save, also with what is written inside a gather() that is open."""
+    take_writes_over(engine)
+    for write_back in engine.passes.writes.write_backs:
+        write_back()
 
 
 @outside_autograd

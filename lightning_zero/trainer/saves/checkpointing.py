@@ -343,14 +343,12 @@ class Checkpoints:
         return pairs
 
     def end(self) -> None:
+        if Ended.failed:
+            self.background.wait_alone(self._strategy._long_work)
+        else:
+            self.finish_writes()
         try:
-            if Ended.failed:
-                self.background.wait_alone(self._strategy._long_work)
-            else:
-                self.finish_writes()
-        finally:
             self.background.close()
-        try:
             if (writer := async_writer(self._strategy.checkpoint_io)) is not None:
                 writer.teardown()
             self._strategy.checkpoint_io.teardown()
