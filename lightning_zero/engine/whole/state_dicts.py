@@ -346,7 +346,7 @@ def _refuse_other_values(engine: Engine, state: Saved) -> None:
         if isinstance(value, Tensor) and not isinstance(value, StoredTensor | KeptTensor) and not value.is_meta
         if key in infos and value is not infos[key].param
     }
-    one = zlib.crc32(repr(own).encode())
+    one = zlib.crc32(repr(sorted(own.items())).encode())
     if len(set(engine.comm.meet(one, "whether all ranks load the same values"))) > 1:
         table = engine.comm.meet(own, "which values ranks load")
         unequal = sorted({key for found in table for key in found if len({other.get(key) for other in table}) > 1})
