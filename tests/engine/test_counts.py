@@ -15,7 +15,7 @@ from lightning_zero.planning.placement import logical_collectives
 from tests.engine.sides import Sharded, Side
 from tests.engine.support import STAGES, check
 from tests.engine.test_hierarchy import accumulated
-from tests.engine.works import accumulate, tokens, train
+from tests.engine.works import accumulate, loss_at, tokens, train
 from tests.harness import on_ranks
 from tests.models import Model
 
@@ -53,14 +53,16 @@ def test_collectives_of_a_step_are_those_of_the_table(stage: int, k: int, precis
 
 
 @on_ranks(2)
-def test_units_that_stay_gathered_are_gathered_once() -> None:
+def test_units_that_stay_gathered_are_gathered_once_and_plans_are_few() -> None:
     nbytes = 8192  # of a block, on 2 ranks
     with Sharded(Model(depth=4), keep_gathered_bytes=2 * nbytes) as side:
         assert side.engine.units[1].gathered_nbytes == nbytes
-        step_counts(side, 0)
-        counts = step_counts(side, 1)
+        _, counts = step_counts(side, 0), step_counts(side, 1)
         gathers = {unit.name: counts["all_gather", unit.buckets[0].label] for unit in side.engine.units}
         assert gathers == {"": 1, "blocks.0": 2, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1}
+        for _ in range(20):  # passes of a loop without steps
+            loss_at(side.module, 0).backward()
+        assert len(side.engine.passes.order.plans) < 20
 
 
 @on_ranks(2)

@@ -299,8 +299,7 @@ class BufferSync:
         same = len(now) == len(self._seen) and all(
             b is old and version == before != -1 for (b, version), (old, before) in zip(now, self._seen, strict=True)
         )
-        if same and self._sums:
-            self._always |= self._sums != self._checksums()
+        self._always |= bool(same and self._sums and self._sums != self._checksums())
         # All ranks agree first, because a rank that broadcast alone would wait for the others for ever.
         if self._comm.max_(torch.tensor([self._always or not same], dtype=torch.uint8)).item():
             for dtype in sorted({b.dtype for b, _ in now}, key=str):

@@ -37,6 +37,7 @@ from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.timeline.compute_lane import ComputeLane
 from lightning_zero.timeline.record import Timeline
 
+MOST_PLANS = 16  # passes of one step with a plan each; later ones, of a loop without steps, share one
 Look = Callable[[ParamInfo, Tensor], object]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -199,7 +200,7 @@ class Passes:
         self.hooks.forget_inputs()
         for unit in self.units:
             unit.pass_ends()
-        self._ordinal += not self._open.evaluates
+        self._ordinal = min(self._ordinal + (not self._open.evaluates), MOST_PLANS)
         self._enter(Phase.BETWEEN)
         self._open = OpenPass(None)
         self.comm.waits.place = "between passes"
