@@ -59,8 +59,8 @@ def compare(
     """Gradients of ordinary and of vertical accumulation are the same; what was sent for the second block."""
     found: list[dict[str, Tensor]] = []
     sent: list[Counter[str]] = []
-    precision, k = settings.get("precision", "fp32"), settings.pop("k", K)
-    for shard, parts in ((ordinary, k), (functools.partial(vertical, k=k), 1)):
+    precision = settings.get("precision", "fp32")
+    for shard, parts in ((ordinary, K), (vertical, 1)):
         torch.manual_seed(3)
         module = make()
         engine = shard(module, **settings)
@@ -130,12 +130,11 @@ def test_gradients_are_those_of_ordinary_accumulation(case: dict[str, Any], tmp_
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_unit_is_gathered_twice_and_reduced_once(stage: int) -> None:
-    k = 2 if stage == 3 else K
-    of_ordinary, of_vertical = compare(Model, tokens(0, rows=ROWS), stage=stage, k=k)
+    of_ordinary, of_vertical = compare(Model, tokens(0, rows=ROWS), stage=stage)
     reduction = "all_reduce" if stage == 0 else "reduce_scatter"
-    assert (of_ordinary[reduction], of_vertical[reduction]) == (k, 1)
+    assert (of_ordinary[reduction], of_vertical[reduction]) == (K, 1)
     gathers = (of_ordinary["all_gather"], of_vertical["all_gather"])
-    assert gathers == ((2 * k, 2) if stage == 3 else (0, 0))
+    assert gathers == ((2 * K, 2) if stage == 3 else (0, 0))
 
 
 @on_ranks(2)
@@ -300,16 +299,17 @@ def test_compiled_blocks() -> None:
     assert counts["all_gather"] == 2
 
 
-def test_evaluation_is_in_chunks_where_the_batch_divides() -> None:
+@pytest.mark.parametrize("k", [2, K])
+def test_evaluation_is_in_chunks_where_the_batch_divides(k: int) -> None:
     module = Model()
     sizes: list[int] = []
     module.blocks[1].up.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    with released(module), torch.no_grad():
+    with released(module, k=k), torch.no_grad():
         module(tokens(0, rank=0, rows=ROWS))
         sizes.clear()  # of a trial, too
         module(tokens(0, rank=0, rows=ROWS))
         module(tokens(0, rank=0, rows=ROWS + 1))
-    assert sizes == [ROWS // K] * K + [ROWS + 1]
+    assert sizes == [ROWS // k] * k + [ROWS + 1]
 
 
 def test_a_block_keeps_its_inputs_only() -> None:

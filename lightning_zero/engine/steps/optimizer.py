@@ -96,7 +96,7 @@ class Stepper(ABC):
         return {key: state for key, state in states.items() if state}
 
     def _own_state(self, *, anew: bool = False) -> None:
-        """Notice from now on if the user clears or replaces the optimizer's state. If he has, start `anew`."""
+        """Notice from now on if the user clears or replaces the optimizer's state. With `anew`, start anew if so."""
         state = self.optimizer.state
         owned = isinstance(state, StateBySlice) and not state.cleared
         # Not of classes of users' own, which may share the object with an optimizer inside.

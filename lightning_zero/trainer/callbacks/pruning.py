@@ -35,7 +35,7 @@ class PrunesShards(ModelPruning):
         strategy: Any = trainer.strategy
         if splits := strategy.config.splits:
             raise ConfigError(
-                f"ModelPruning: expected parameters that a rank has whole, got {splits}. Drop one of both."
+                f"ModelPruning: expected parameters that a rank has whole, got {splits}. Drop the callback or this key."
             )
         with _with_values(engine_of(pl_module)):
             super().setup(trainer, pl_module, stage)
