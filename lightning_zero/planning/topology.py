@@ -136,7 +136,7 @@ def rounds_of(rank: int, world_size: int) -> list[list[int]]:
     """Return the groups of ``rank`` that combine a small message of all ranks, one after the other.
 
     Read ranks as numbers whose digits have these groups' sizes as bases: the ranks of a group differ in one digit. A
-    ring of 1,024 ranks takes 2,046 hops, one behind the other; five rings of four take 30.
+    ring of 1,024 ranks takes 2,046 hops, one behind the other; five exchanges among four ranks take 5.
     """
     found, stride = list[list[int]](), 1
     while stride < world_size:
