@@ -239,6 +239,12 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, Path], dict[str, Any]], str]] = {
         lambda m, _: _add(m, nn.LazyLinear(2)) if dist.get_rank() == 1 else {},
         r"parameter more\.weight has no shape yet.*lazy.*configure_model",
     ),
+    "one memory": (
+        lambda m, _: _add(
+            m, nn.ParameterList(p.data.clone() if dist.get_rank() != 1 else p.data for p in m.parameters())
+        ),
+        r"and more\.0 are two objects over one memory",
+    ),
     "recompute": (
         lambda m, _: {"activation_checkpointing": "blocks", "unit": {"classes": ["Model"] * (dist.get_rank() == 1)}},
         "zero.activation_checkpointing",
@@ -271,7 +277,7 @@ def test_a_module_that_one_rank_cannot_shard(name: str, tmp_path: Path) -> None:
         assert "rank 1" in str(caught.value)
     assert engine_of(module) is None and len(engines()) == before
     assert not list(tmp_path.rglob(f"*{dist.get_rank()}.bin"))
-    if name not in ("reset", "no reset", "lazy"):
+    if name not in ("reset", "no reset", "lazy", "one memory"):
         loss_at(module, 0).backward()  # plain, as it was
         assert all(type(p) is nn.Parameter and p.grad is not None for p in module.parameters())
         with Sharded(module, optimizer=sgd) as side:

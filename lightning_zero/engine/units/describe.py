@@ -99,6 +99,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
     known = set(names)
     names_of: dict[nn.Parameter, list[str]] = {}
+    at: dict[tuple[int, int], nn.Parameter] = {}
     for fqn, param in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(param, []).append(fqn)
     for param, fqns in names_of.items():
@@ -121,6 +122,13 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
                 "frozen 4-bit base take bitsandbytes' Linear4bit."
             )
         refuse_unpackable(param, fqns[0])
+        other = at.setdefault((param.untyped_storage()._cdata, param.storage_offset()), param)
+        trains = param.requires_grad or other.requires_grad
+        if other is not param and trains and param.numel() > 1 and find_owner(param) is None:
+            raise ConfigError(
+                f"parameters {names_of[other][0]} and {fqns[0]} are two objects over one memory: expected one object "
+                "(`a.weight = b.weight` in place of `a.weight.data = b.weight.data`). Sharded, each would train alone."
+            )
         owner = owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)
         owners["" if id(param) in norms else owner].append((param, fqns))
     return [UnitGroup(name, _group(name, owners[name], fp32, norms, config, precision)) for name in ["", *names]]
