@@ -305,12 +305,6 @@ class Communicator:
             event = self.streams.mark()
         self.streams.wait(event)
 
-    def broadcast_small(self, tensor: Tensor) -> None:
-        """Send a small host tensor of rank 0 to all ranks. Blocks, not behind gathers in flight. Collective."""
-        if self._groups is not None:
-            work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
-            self._agree(work, "a small reduction")
-
     def all_gather_objects(self, value: Any, what: str) -> list[Any]:
         """Gather a small object from each rank, in rank order. Blocks. Collective.
 

@@ -230,9 +230,8 @@ class Reducer:
         number = {b: i for i, b in enumerate(buckets)}
         seen = [number[b] for b in self.completed]
         rest = [number[b] for b in self.order if b not in self.completed]
-        order = torch.tensor(seen + rest, dtype=torch.int64)
-        self.comm.broadcast_small(order)
-        self._orders[self._key] = [buckets[i] for i in order.tolist()]
+        order, *_ = self.comm.all_gather_objects(seen + rest, "the order of reductions")
+        self._orders[self._key] = [buckets[i] for i in order]
 
     def _may_wait_for(self, pending: Reduction) -> bool:
         """Return whether this rank can safely wait in a backward for ``pending``, its oldest reduction in flight.
