@@ -94,9 +94,9 @@ class PrecisionConfig:
             name wins over ``32-true`` there, the default.
         reduce_dtype: dtype in which ranks sum gradients. ``None``: fp32, or the one dtype that is used everywhere.
         grad_dtype: dtype of resting and accumulating gradients. ``None``: as ``reduce_dtype=None``.
-        fp32_modules: module classes (``*`` matches anything) whose parameters stay fp32 under ``bf16`` and ``fp16``. So
-            do parameters from which parametrizations compute weights. Where such a module has vectors only, as
-            norms have, every rank holds them whole.
+        fp32_modules: module classes (``*`` matches anything) whose parameters stay fp32 under ``bf16`` and ``fp16``;
+            ``teacher.*``: all that is in the module of this name. So do parameters from which parametrizations compute
+            weights. Where such a module has vectors only, as norms have, every rank holds them whole.
         stochastic_rounding: under ``bf16_true``, step in fp32 and round weights and state to bf16 up or down at random,
             so that they are right on average; rounding to nearest would lose changes below 1/512 of a weight.
         float8: layers of ``nn.Linear`` cast inputs, weights and gradients to float8, by torchao, with a scale for each

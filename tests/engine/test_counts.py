@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.engine import Engine
-from lightning_zero.planning.placement import logical_collectives
+from benchmarks.bench_scale import expected_counts
 from tests.engine.sides import Sharded, Side
 from tests.engine.support import STAGES, check
 from tests.engine.test_hierarchy import accumulated
@@ -28,16 +27,6 @@ def step_counts(side: Sharded, step: int, micro_batches: int = 1) -> Counter[tup
     side.engine.comm.counts.clear()
     train(side, [step], accumulated(micro_batches))
     return side.engine.comm.counts.copy()
-
-
-def expected_counts(engine: Engine, micro_batches: int) -> Counter[tuple[str, str]]:
-    expected: Counter[tuple[str, str]] = Counter()
-    for unit in engine.units:
-        stays = unit.index in (0, len(engine.units) - 1)
-        for bucket in unit.buckets:
-            counts = logical_collectives(bucket.plan.row, micro_batches, stays_gathered=stays)
-            expected.update({(kind, bucket.label): n for kind, n in counts.items() if n})
-    return expected
 
 
 @on_ranks(2, full=(3,))

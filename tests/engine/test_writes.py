@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_
 ROWS = pytest.mark.parametrize(
     ("stage", "row"), [(0, "none"), (1, "none"), (2, "optimizer_cpu"), (3, "none"), (3, "cpu"), (3, "nvme")]
 )
+ROUNDED = r"loses changes below 1/512 of a value. Add its module to zero\.precision\.fp32_modules"
 WRITTEN_OTHERWISE = r": written to in a step, with other values"
 
 
@@ -61,12 +63,46 @@ def test_writes_in_the_forward_are_kept(stage: int, row: str, how: str, precisio
         check(build, kept(mean_square), steps=3, **settings)
         return
     torch.manual_seed(3)
-    with Sharded(build(), precision=precision, **settings) as side, autocast(precision):
+    warned = pytest.warns(UserWarning, match=ROUNDED) if dist.get_rank() == 0 else contextlib.nullcontext()
+    with Sharded(build(), precision=precision, **settings) as side, autocast(precision), warned:
         mean_square(side, 0)
         masters = [p for p in side.engine.state_dict(only_rank_0=False).values() if p.ndim == 2]
     bound = torch.tensor(0.15).bfloat16().float()
     assert all(p.abs().max() <= bound for p in masters)
     assert any((p.bfloat16().float() != p).any() for p in masters)  # others keep their digits
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_frozen_teacher_that_follows_is_refused_under_bf16_unless_it_keeps_fp32(stage: int) -> None:
+    def act(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, other in zip(m.teacher.parameters(), m.student.parameters(), strict=True):
+                own.mul_(0.99).add_(other.detach(), alpha=0.01)
+            seen = m.teacher(x)
+        return m.student(x) - seen
+
+    make = lambda: Does(act, student=Block(), teacher=Block().requires_grad_(False))  # noqa: E731
+    weights = lambda: copy.deepcopy(side.engine.state_dict(only_rank_0=False))  # noqa: E731
+    settings: dict[str, Any] = {"stage": stage, "unit": {"classes": ["Block"]}, "optimizer": sgd}
+    with Sharded(make(), precision="bf16", **settings) as side, autocast("bf16"):
+        with pytest.raises(RuntimeError, match=rf"teacher\.\S+: .*{ROUNDED}"):
+            mean_square(side, 0)
+        side.engine.passes.abort()
+        warned = pytest.warns(UserWarning, match=ROUNDED) if dist.get_rank() == 0 else contextlib.nullcontext()
+        with warned, lightning_zero.gather(side.module), torch.no_grad():
+            for param in side.module.teacher.parameters():
+                param.mul_(0.99)
+    with Sharded(make(), precision={"name": "bf16", "fp32_modules": ["*Norm", "teacher.*"]}, **settings) as side:
+        for step in range(3):
+            before = weights()
+            with autocast("bf16"):
+                mean_square(side, step)
+            for name, now in weights().items():
+                if name.startswith("teacher"):
+                    wanted = before[name].mul(0.99).add(before[name.replace("teacher", "student")], alpha=0.01)
+                    torch.testing.assert_close(now, wanted, rtol=0, atol=4e-5)
+            side.step()
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ Reads at stages 1 and 2 never raise; they wait for the param sync after a step.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, ref
@@ -94,6 +95,7 @@ class Writes:
         self._read: dict[_Key, list[ReferenceType[Tensor]]] = {}  # results of ``.data``, which users may still hold
         self._unconfirmed: dict[_Key, _Entry] = {}
         self.write_backs: list[Callable[[], None]] = []  # what each open gather() does at its end
+        self._warned = False  # of a write that was rounded
 
     # -- noticing -------------------------------------------------------------------------------------------------
 
@@ -128,16 +130,18 @@ class Writes:
             assert info.gathered is not None
             if info not in written and checksum(info.flattened(info.gathered)) != known:
                 written.append(info)
-        if written:
-            self._take(bucket, written)
         if written or bucket in self._handed_out:
             self.forget(bucket)
+        if written:
+            self._take(bucket, written)
 
     def take_all_over(self) -> None:
         for bucket in self._buckets:
             self.take_over(bucket)
 
     def _take(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
+        for info in written:
+            self.note_rounded(bucket, info)
         # Read before the masters change, because compute parameters may be computed from them.
         before = bucket.own_compute_params()
         with opened(bucket.storage, changed=True):
@@ -148,10 +152,29 @@ class Writes:
                     bucket.write_master(info, info.gathered, before=before)
             bucket.copy_master_to_params()
 
+    def note_rounded(self, bucket: Bucket, info: ParamInfo, *, in_gather: bool = False) -> None:
+        """If a written parameter is used in fewer bits than it was built with, small changes were lost: warn, once.
+
+        Raise RuntimeError instead if it is frozen, and so has no fp32 master, unless the write was ``in_gather``."""
+        if bucket.dtypes.compute.itemsize >= info.dtype.itemsize:
+            return
+        used, lost = bucket.dtypes.compute, round(4 / torch.finfo(bucket.dtypes.compute).eps)
+        says = (
+            f"{info.fqn}: expected a write to fp32 values, got one to values in {used}, which loses changes below "
+            f"1/{lost} of a value. Add its module to zero.precision.fp32_modules ('teacher.*' for all of self.teacher)"
+        )
+        if not (bucket.trainable or in_gather):
+            raise RuntimeError(f"{says}.")
+        warned, self._warned = self._warned, True
+        if self._comm.rank == 0 and not warned:
+            warnings.warn(f"{says}{'' if in_gather else ', or write inside lightning_zero.gather()'}.", stacklevel=2)
+
     def replace(self, place: Place, value: Tensor) -> None:
         """Carry out ``param.data = value``: write this rank's part of the whole tensor ``value`` to the masters."""
         bucket, info = place
         self.take_over(bucket)
+        if not bucket.trainable or value.dtype == bucket.dtypes.compute:
+            self.note_rounded(bucket, info)
         compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
         before = bucket.own_compute_params()
         self._note(bucket, info, before, compute)

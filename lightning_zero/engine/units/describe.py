@@ -167,9 +167,10 @@ def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) ->
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield modules whose class name matches one of `patterns`. Under mixed precision their parameters keep fp32."""
-    for inner in module.modules():
-        if any(fnmatch.fnmatchcase(type(inner).__name__, pattern) for pattern in patterns):
+    """Yield modules whose class, or name with a dot behind it, matches one of `patterns`. Under mixed precision their
+    parameters keep fp32."""
+    for name, inner in module.named_modules():
+        if any(fnmatch.fnmatchcase(type(inner).__name__, p) or fnmatch.fnmatchcase(f"{name}.", p) for p in patterns):
             yield inner
 
 

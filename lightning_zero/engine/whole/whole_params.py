@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.passes.access import checksum
+from lightning_zero.engine.passes.access import Writes, checksum
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -119,7 +119,7 @@ def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None
     buckets = [b for b in engine.buckets if b in wanted and not b.is_plain]
     shown: dict[Bucket, _Full] = {}
     put_back: Callable[[], None] = lambda: None  # noqa: E731
-    engine.passes.writes.write_backs.append(partial(_write_back, shown, from_rank))
+    engine.passes.writes.write_backs.append(partial(_write_back, engine.passes.writes, shown, from_rank))
     try:
         _show_full(engine, buckets, grads, shown)
         if buckets and len(gathered_buckets(engine)) == len(engine.buckets):
@@ -168,7 +168,7 @@ def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[B
 
 
 @outside_autograd
-def _write_back(shown: dict[Bucket, _Full], from_rank: int | None) -> None:
+def _write_back(writes: Writes, shown: dict[Bucket, _Full], from_rank: int | None) -> None:
     for bucket, (full, full_grad) in shown.items():
         replaced = []
         for info in bucket.params:
@@ -184,6 +184,8 @@ def _write_back(shown: dict[Bucket, _Full], from_rank: int | None) -> None:
         with opened(bucket.storage) as master:
             own = full[low:high].to(master.device)
             if not same_bits(master, own):  # equal values need no write to a file
+                if not bucket.trainable:
+                    writes.note_rounded(bucket, bucket.params[0], in_gather=True)
                 with opened(bucket.storage, changed=True):
                     master.copy_(own)
                     if bucket.reshards:
