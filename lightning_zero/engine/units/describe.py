@@ -122,7 +122,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
                 "frozen 4-bit base take bitsandbytes' Linear4bit."
             )
         refuse_unpackable(param, fqns[0])
-        other = at.setdefault((param.untyped_storage()._cdata, param.storage_offset()), param)
+        other = at.setdefault((param.untyped_storage()._cdata, int(param.storage_offset())), param)
         trains = param.requires_grad or other.requires_grad
         if other is not param and trains and param.numel() > 1 and find_owner(param) is None:
             raise ConfigError(
