@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_zero.config import ConfigError
 from lightning_zero.device.cuda import gpu_count
 
 
@@ -65,6 +67,16 @@ class ResumableLoader(DataLoader[Tensor]):
         )
         super().__init__(data, batch_size, sampler=sampler, **options)
 
+    def _refuse_unequal(self) -> None:
+        """Raise ConfigError if the Trainer has longer loaders too, so that this one has begun again in the epoch."""
+        beside = tree_leaves(getattr(self._trainer, "train_dataloader", None))
+        lengths = sorted({len(other) for other in beside if isinstance(other, ResumableLoader)})
+        if len(lengths) > 1:
+            raise ConfigError(
+                f"ckpt_path: expected training loaders of equal length, got {lengths} batches: their places in the "
+                "epoch are not known. Load the weights alone, and start a new run."
+            )
+
     @property
     def _items_per_step(self) -> int:
         assert isinstance(self.sampler, ShuffledFrom) and self.batch_size is not None
@@ -83,6 +95,7 @@ class ResumableLoader(DataLoader[Tensor]):
             return
         assert isinstance(self.sampler, ShuffledFrom) and self.batch_size is not None
         if state["whole"]:  # saved at the end of an epoch: start the next one
+            self._refuse_unequal()
             self._recount(len(self))
             return
         steps = min(-(-state["items"] // self._items_per_step), len(self) - 1)

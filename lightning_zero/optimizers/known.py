@@ -62,9 +62,13 @@ def hooks_set_aside(optimizer: Optimizer) -> Iterator[None]:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` is of an element-wise class of torch and has the ``step`` of that class."""
-    base = base_of(optimizer)
-    return base is not None and without_hooks(type(optimizer).step) is without_hooks(base.step)
+    """Return whether ``optimizer`` is of an element-wise class of torch and has the step of that class."""
+    base: Any = base_of(optimizer)
+    kind: Any = type(optimizer)
+    return base is not None and (without_hooks(kind.step), kind._init_group) == (
+        without_hooks(base.step),
+        base._init_group,  # by which torch's steps read gradients and state
+    )
 
 
 def is_per_tensor(optimizer: Optimizer, name: str) -> bool:
@@ -106,10 +110,16 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
     shadow: Optimizer = object.__new__(base_of(optimizer) or type(optimizer))
     shadow.__dict__.update({k: v for k, v in optimizer.__dict__.items() if not callable(v)})
     shadow.param_groups = [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} | {"params": []}
-        for group in optimizer.param_groups
+        {k: _copied(v) for k, v in group.items() if k != "params"} | {"params": []} for group in optimizer.param_groups
     ]
     return shadow
+
+
+def _copied(value: Any) -> Any:
+    """Copy a hyperparameter that can be changed in place: a tensor, a list, also in a tuple (``betas``)."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:

@@ -6,6 +6,7 @@ The main job checks before any process starts (``app/parts.py``). Ranks check th
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -86,7 +87,15 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> No
             f"{asked}: torch.optim.{base.__name__} keeps more than moments (step sizes, or a second copy of the "
             f"weights), which must not be rounded. Use torch.optim.AdamW, or drop {_KEY}."
         )
-    for group in optimizer.param_groups:
+    check_narrow_groups(optimizer, state, optimizer.param_groups)
+    if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(f"{asked}: expected real parameters, got complex ones. Drop {_KEY}.")
+
+
+def check_narrow_groups(optimizer: Optimizer, state: StateDtype, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ConfigError if param ``groups``, also those of a checkpoint, ask for state that ``state`` cannot store."""
+    asked, base = f"{_KEY}={state.name}", base_of(optimizer)
+    for group in groups:
         if base is torch.optim.SGD and not group["momentum"]:
             raise ConfigError(
                 f"{asked}: SGD without momentum keeps no state, so there is nothing to narrow. Drop {_KEY}, or give "
@@ -97,9 +106,7 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> No
             ("centered", "the difference of two averages that are rounded may be negative, and its root is taken"),
         ):
             if group.get(flag):
-                raise ConfigError(f"{asked}: {kind.__name__}({flag}=True): {why}. Drop {flag}, or {_KEY}.")
-        if any(p.is_complex() for p in group["params"]):
-            raise ConfigError(f"{asked}: expected real parameters, got complex ones. Drop {_KEY}.")
+                raise ConfigError(f"{asked}: {type(optimizer).__name__}({flag}=True): {why}. Drop {flag}, or {_KEY}.")
 
 
 def _refuse_own_step(optimizer: Optimizer) -> None:

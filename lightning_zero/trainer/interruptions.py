@@ -226,7 +226,11 @@ class Interruptions:
 
 
 def repair_counts(trainer: pl.Trainer) -> None:
-    """Subtract a fetched but never trained batch from the count of batches that ``val_check_interval`` depends on."""
+    """Subtract a fetched but never trained batch from the count of batches that ``val_check_interval`` depends on, and
+    set the accumulation of the epoch, which Lightning does not do in the middle of one."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
+            callback.on_train_epoch_start(trainer)
     total = trainer.fit_loop.epoch_loop.batch_progress.total
     if total.ready == total.started + 1 == total.completed + 1:  # type: ignore[attr-defined]
         total.ready -= 1

@@ -422,6 +422,8 @@ class ShardedGrads:
         if method not in ("mul_", "div_") and (scale := self._reducer.shown_scale(id(info.param))) != 1.0:
             numbers = [number if number is None else number / scale for number in numbers]
         values = fragment.values
+        if method.startswith("clamp"):
+            self._before_clamp(values)
         getattr(values, method)(*(n.to(values.device) if isinstance(n, Tensor) else n for n in numbers))
 
     @outside_autograd
@@ -485,7 +487,13 @@ class ShardedGrads:
 
     def clip_by_value(self, places: Iterable[Place], clip_value: float) -> None:
         for grad in self._shards_of(places):
+            self._before_clamp(grad)
             grad.clamp_(-clip_value, clip_value)
+
+    def _before_clamp(self, grad: Tensor) -> None:
+        """Replace infinity, which a clamp makes finite, by NaN, if the step has to find and skip what is not finite."""
+        if self._most_overflows is not None:
+            grad.masked_fill_(grad.isinf(), float("nan"))
 
     def _shards_of(
         self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False

@@ -40,6 +40,7 @@ from lightning_zero.optimizers.known import (
     without_hooks,
 )
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
+from lightning_zero.optimizers.refused import check_narrow_groups
 from lightning_zero.optimizers.slices import check_declared
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, leaves_of
 from lightning_zero.optimizers.trial import step_of
@@ -185,6 +186,10 @@ class Stepper(ABC):
                     f"expected {tuple(expected)}. Load a checkpoint of the same model."
                 )
 
+    def check_groups(self, groups: Sequence[Saved]) -> None:
+        """Raise ConfigError if the optimizer cannot be stepped with the settings of param ``groups``."""
+        return
+
     @abstractmethod
     def _shape_of_state(self, place: Place, name: str) -> Sequence[int] | None:
         """Return the shape that a parameter's state at path `name` must have, or None if it is not known."""
@@ -238,7 +243,7 @@ class ShardedOptimizer(Stepper):
             places = around.place_of
             dtype_of, cut = (lambda p: places(p).bucket.dtypes.master), (lambda p: places(p).slices)
             check_declared(optimizer, dtype_of, cut, torch.device(device_type))
-        self._stochastic = stochastic_rounding
+        self._stochastic, self._state_dtype = stochastic_rounding, state_dtype
         formats = formats_of(optimizer, state_dtype)
         self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)
         self._device_type = device_type
@@ -315,6 +320,10 @@ class ShardedOptimizer(Stepper):
             if bucket.trainable and bucket.plan.tiers.master is tier
         )
 
+    def check_groups(self, groups: Sequence[Saved]) -> None:
+        if self.runs.formats:
+            check_narrow_groups(self.optimizer, self._state_dtype, groups)
+
     def _shape_of_state(self, place: Place, name: str) -> Sequence[int] | None:
         return place.info.shape
 
@@ -334,6 +343,7 @@ class ShardedOptimizer(Stepper):
     # -- step -----------------------------------------------------------------------------------------------------
 
     def _step(self, used: set[int]) -> set[Bucket]:
+        self.check_groups(self.optimizer.param_groups)  # users may have added some, or changed them
         changed = self._arrange(used)
         # The worker steps buckets on the host. Unknown optimizers may count steps per group, so step them at once.
         for_worker = {bucket for bucket in changed if self._known and bucket.steps_on_host}

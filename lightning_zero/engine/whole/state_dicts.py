@@ -420,6 +420,7 @@ def check_optimizer(engine: Engine, optimizer: Optimizer, state: Saved, what: st
                 f"{what}: its optimizer is no {kind}: it has the settings {', '.join(has)} and not {', '.join(lacks)}. "
                 "Build the optimizer as it was when the checkpoint was saved."
             )
+    sharded.check_groups(saved)
     for _, _, place, found in _pairs(optimizer, sharded, state, what):
         if place is not None and found:
             sharded.check_state(place, found, what)
