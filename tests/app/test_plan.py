@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from lightning_zero.app import plan
-from lightning_zero.config import Offload, OffloadConfig, Stage, allowed_rows
+from lightning_zero.config import HybridShard, Offload, OffloadConfig, Stage, allowed_rows
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.fit import Machine, Model, Row, best, plan_row
 from lightning_zero.planning.memory import Limits
@@ -215,6 +216,16 @@ def test_processes_without_gpus_share_the_hosts_memory() -> None:
     row = planned(row.together - 1)
     assert [(s.tier, s.nbytes) for s in row.shortages] == [(Tier.host, 1)]
     assert best([row]) is None
+
+
+def test_split_parameters_have_no_replicas_on_nodes() -> None:
+    model = Model(("",), (BucketShape(0, (2**20,), Itemsizes(4, 4, 4, 4), parts=4),), Limits(0, 0, 1))
+    machine = Machine(gpus=2, gpu_memory=10**11, host_memory=10**11, nvme=0, nodes=2)
+    auto, flat = (
+        plan_row(model, Stage.zero3, Offload.none, replace(machine, hybrid_shard=shard), OffloadConfig())
+        for shard in (HybridShard.auto, HybridShard.flat)
+    )
+    assert auto == flat
 
 
 # -- after a run ------------------------------------------------------------------------------------------------------

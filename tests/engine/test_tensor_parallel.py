@@ -496,6 +496,7 @@ def test_pieces_boxes_and_reads_of_a_part_are_those_of_its_slices(dim: int) -> N
 
 @on_ranks(4)
 def test_nodes_hold_no_replicas_where_parameters_are_split() -> None:
-    settings: dict[str, Any] = {"stage": 3, "precision": "bf16", "tensor_parallel": 2, "tensor_plan": PLAN}
-    with Sharded(net(), node=f"node {dist.get_rank() // 2}", **settings) as side:  # small enough for it
-        assert side.engine.comm.topology.shard_groups == ((0, 1, 2, 3),)
+    settings: dict[str, Any] = {"stage": 3, "precision": "bf16", "tensor_plan": PLAN}
+    for parts, node_ranks in ((2, 2), (4, 2), (2, 1)):  # small enough for replicas
+        with Sharded(net(), node=f"node {dist.get_rank() // node_ranks}", tensor_parallel=parts, **settings) as side:
+            assert side.engine.comm.topology.shard_groups == ((0, 1, 2, 3),)
