@@ -73,7 +73,7 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
             "share a batch would send the same tokens twice), got both. Drop one; both go with transformers' plans."
         )
     if not is_split:
-        ties = _ties(module)
+        ties = _untie(module)
         if plan:
             _by_plan(module, mesh, plan)
         else:
@@ -213,14 +213,20 @@ def _check_heads(model: Any, parts: int) -> None:
 # -- tied parameters --------------------------------------------------------------------------------------------------
 
 
-def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places (module, name) of each parameter that has several."""
+def _untie(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places (module, name) of each parameter that has several, which get one of their own each."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for inner in module.modules():
         for key, param in inner._parameters.items():
             if param is not None:
                 places.setdefault(id(param), []).append((inner, key))
-    return [found for found in places.values() if len(found) > 1]
+    ties = [found for found in places.values() if len(found) > 1]
+    for (first, name), *others in ties:
+        param = first._parameters[name]
+        assert param is not None
+        for inner, key in others:  # over the same memory
+            inner._parameters[key] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+    return ties
 
 
 def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
