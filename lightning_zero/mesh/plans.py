@@ -189,11 +189,15 @@ def _by_their_plans(model: Any, mesh: DeviceMesh, experts: DeviceMesh, asked: st
         if not param.is_meta:
             for group in (mesh, experts):
                 param.data.copy_(distribute_tensor(param.data, group, [Replicate()]).to_local())
+    modules = dict(model.named_modules())
+    for name in [name for name, style in plan.items() if style == TensorStyle.replicated_with_grad_allreduce.name]:
+        del plan[name]  # its hooks would add up the sums of several micro-batches
+        if name in modules:
+            _SummedGradients()._apply(modules[name], mesh)
     apply_tensor_parallelism(model, mesh, plan)
     if expert_plan:
         apply_expert_parallelism(model, experts, mesh, expert_plan, "all_to_all")
     plan |= expert_plan
-    modules = dict(model.named_modules())
     return {
         name: ALL_PARALLEL_STYLES[style].should_use_local_tensors for name, style in plan.items() if name in modules
     }
