@@ -280,6 +280,8 @@ def test_activations_are_in_the_peaks_and_auto_says_what_it_takes(command: Any, 
     fewer = planned(*GPUS, "zero.activation_checkpointing=blocks")
     assert fewer["activations"]["counted"] == found["with_checkpointing"]
     assert row_of(fewer, "zero3", "none")["per_gpu"] < row_of(document, "zero3", "none")["per_gpu"]
+    split = ("zero.tensor_parallel=2", "machine.gpus=2", "zero.unit.classes=[Linear]")
+    assert planned(*GPUS, *split, "zero.activation_checkpointing=blocks")["activations"]["not_known"] is None
     out = command(*GPUS)[1].replace("\n  ", " ")
     choice = r"^auto takes zero/stage=zero1 zero/offload=none: the fastest of \d+ rows that fit"
     assert re.search(choice, out, re.MULTILINE), out

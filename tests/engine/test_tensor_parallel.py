@@ -178,13 +178,15 @@ def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path
         return
     places = [("none", 0), ("none", 1), ("none", 2), ("none", 3)]
     places += [("optimizer_cpu", 1), ("cpu", 3), ("optimizer_cpu", 3), ("nvme", 3)]
-    settings = {"tensor_parallel": parts, "tensor_plan": PLAN, "unit": {"classes": ["Attention", "Mlp"]}}
-    for make, tied in ((damped_adam, False), (sgd, True)):
+    split_units = {"unit": {"classes": ["Linear"]}, "activation_checkpointing": "blocks"}
+    blocks = {"unit": {"classes": ["Attention", "Mlp"]}}
+    for make, tied, units in ((damped_adam, False, split_units), (sgd, True, blocks)):
         expected, steps, found = alone(functools.partial(net, tied=tied), make, micro=micro)
         sums = []
         for row, stage in places:
             module = net(tied=tied, seed=dist.get_rank())  # all take the values of rank 0
-            with sharded(module, make, stage=stage, **settings, **offload(row, tmp_path)) as (engine, optimizer):
+            settings = units | offload(row, tmp_path) | {"tensor_parallel": parts, "tensor_plan": PLAN}
+            with sharded(module, make, stage=stage, **settings) as (engine, optimizer):
                 ours = trained(module, optimizer, own_rows(parts), micro=micro)
                 assert_alike(engine, ours, expected, found)
                 torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-6)
