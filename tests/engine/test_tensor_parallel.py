@@ -383,6 +383,8 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: 
 
 @on_ranks(2)
 def test_modules_that_cannot_be_split_are_refused_on_all_ranks() -> None:
+    compiled = net()
+    compiled.blocks[0][1].compile(backend="eager")
     for module, settings, words in (
         (net(), {}, "expected a model of transformers .* or a zero.tensor_plan, got none"),
         (net(), {"tensor_plan": {"layers.*.q": "colwise"}}, r"zero.tensor_plan: .*got 'layers.\*.q', which splits"),
@@ -392,11 +394,15 @@ def test_modules_that_cannot_be_split_are_refused_on_all_ranks() -> None:
             "expected one split of the tied parameter weight of Embedding and Linear",
         ),
         (net(), {"tensor_plan": PLAN, "tensor_parallel": 3}, r"zero.tensor_parallel: .* divides the 2 rank\(s\)"),
+        (compiled, {"tensor_plan": PLAN}, "zero.tensor_parallel: expected split layers .* got a compiled Mlp with"),
     ):
         with pytest.raises(ConfigError, match=words):
             lightning_zero.shard(module, **{"tensor_parallel": 2, **settings})
     module = net()
     with sharded(module, tensor_parallel=2, tensor_plan=PLAN) as (engine, _):
+        module.head.compile(backend="eager")
+        with pytest.raises(ConfigError, match="got a compiled Model with such"):
+            module.compile(backend="eager")
         matrices = [p for p in module.parameters() if p.dim() == 2]
         with pytest.raises(ConfigError, match="zero.tensor_parallel=2: expected 1 with Muon, which steps whole"):
             engine.add_optimizer(torch.optim.Muon(matrices))
