@@ -73,7 +73,7 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
         forwards[unit.name] = forward = UnitForward(unit, block, passes.hooks)
         if unit.name in in_chunks:
             forward.put_around(UnitInChunks(unit, block, vertical, passes))
-        elif unit.name and unit.name not in around and config.activation_checkpointing is not Recompute.none:
+        elif unit.name and unit.name not in around and describe.recomputes(block, config):
             forward.put_around(Recomputation(block, passes, keeping))
 
     def refuse(function: Callable[..., object], name: str) -> None:

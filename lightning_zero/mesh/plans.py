@@ -73,7 +73,7 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
             "share a batch would send the same tokens twice), got both. Drop one; both go with transformers' plans."
         )
     if not is_split:
-        ties = _ties(module)
+        ties = _untie(module)
         if plan:
             _by_plan(module, mesh, plan)
         else:
@@ -189,11 +189,15 @@ def _by_their_plans(model: Any, mesh: DeviceMesh, experts: DeviceMesh, asked: st
         if not param.is_meta:
             for group in (mesh, experts):
                 param.data.copy_(distribute_tensor(param.data, group, [Replicate()]).to_local())
+    modules = dict(model.named_modules())
+    for name in [name for name, style in plan.items() if style == TensorStyle.replicated_with_grad_allreduce.name]:
+        del plan[name]  # its hooks would add up the sums of several micro-batches
+        if name in modules:
+            _SummedGradients()._apply(modules[name], mesh)
     apply_tensor_parallelism(model, mesh, plan)
     if expert_plan:
         apply_expert_parallelism(model, experts, mesh, expert_plan, "all_to_all")
     plan |= expert_plan
-    modules = dict(model.named_modules())
     return {
         name: ALL_PARALLEL_STYLES[style].should_use_local_tensors for name, style in plan.items() if name in modules
     }
@@ -213,14 +217,20 @@ def _check_heads(model: Any, parts: int) -> None:
 # -- tied parameters --------------------------------------------------------------------------------------------------
 
 
-def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places (module, name) of each parameter that has several."""
+def _untie(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places (module, name) of each parameter that has several, which get one of their own each."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for inner in module.modules():
         for key, param in inner._parameters.items():
             if param is not None:
                 places.setdefault(id(param), []).append((inner, key))
-    return [found for found in places.values() if len(found) > 1]
+    ties = [found for found in places.values() if len(found) > 1]
+    for (first, name), *others in ties:
+        param = first._parameters[name]
+        assert param is not None
+        for inner, key in others:  # over the same memory
+            inner._parameters[key] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+    return ties
 
 
 def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:

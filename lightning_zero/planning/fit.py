@@ -175,7 +175,8 @@ def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machi
     def over(ranks: int) -> list[BucketPlan]:
         return [place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
 
-    if machine.nodes == 1 or machine.hybrid_shard in (HybridShard.flat, HybridShard.node_backward):
+    is_split = any(shape.parts > 1 for shape in model.shapes)
+    if is_split or machine.nodes == 1 or machine.hybrid_shard in (HybridShard.flat, HybridShard.node_backward):
         return over(machine.world_size)
     by_node = over(machine.gpus)
     rest = memory.planned_bytes(by_node)

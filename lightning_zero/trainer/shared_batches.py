@@ -27,7 +27,8 @@ class SharedBatches:
     def __init__(self, comm: Communicator, size: int) -> None:
         self._device = comm.device
         self._group = open_sequence_group(dist.group.WORLD, size, comm.device, comm.waits)
-        self._sums: dict[str, Tensor] | None = {}  # of gradients of the first backward, by parameter
+        self._sums: dict[str, Tensor] = {}  # of gradients of this backward, by parameter that has had none before
+        self._checked: set[str] = set()
 
     def check_alike(self, batch: Any) -> None:
         """Raise ConfigError on all ranks that should have one batch if theirs differ. Collective."""
@@ -45,19 +46,18 @@ class SharedBatches:
 
     def note(self, name: str, grad: Tensor) -> None:
         """Take a gradient of a parameter that every rank has whole, for :meth:`check_grads`."""
-        if self._sums is not None:
+        if name not in self._checked:
             flat = grad.detach().float().flatten()
             self._sums[name] = self._sums.get(name, 0.0) + F.pad(flat, (0, -len(flat) % 8)).view(-1, 8).sum(0)
 
     def check_grads(self) -> None:
-        """Raise ConfigError on all ranks if gradients of the first backward should be equal on ranks that share a
-        batch, and are not: each would train a sum of which it has a part. Collective in the first call."""
-        if self._sums is None:
-            return
-        own, self._sums = {name: total.tolist() for name, total in self._sums.items()}, None
+        """Raise ConfigError on all ranks if first gradients of parameters should be equal on ranks that share a batch,
+        and are not: each would train a sum of which it has a part. Collective."""
+        own, self._sums = {name: total.tolist() for name, total in self._sums.items()}, {}
+        self._checked |= own.keys()
         table = [
             {name: torch.tensor(total) for name, total in sums.items()}
-            for sums in self._group.gather_objects(own, f"gradients of the first backward ({KEY})")
+            for sums in self._group.gather_objects(own, f"first gradients ({KEY})")
         ]
         first = table[0]
         differ = [

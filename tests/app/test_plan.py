@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from lightning_zero.app import plan
-from lightning_zero.config import Offload, OffloadConfig, Stage, allowed_rows
+from lightning_zero.config import HybridShard, Offload, OffloadConfig, Stage, allowed_rows
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.fit import Machine, Model, Row, best, plan_row
 from lightning_zero.planning.memory import Limits
@@ -217,6 +218,16 @@ def test_processes_without_gpus_share_the_hosts_memory() -> None:
     assert best([row]) is None
 
 
+def test_split_parameters_have_no_replicas_on_nodes() -> None:
+    model = Model(("",), (BucketShape(0, (2**20,), Itemsizes(4, 4, 4, 4), parts=4),), Limits(0, 0, 1))
+    machine = Machine(gpus=2, gpu_memory=10**11, host_memory=10**11, nvme=0, nodes=2)
+    auto, flat = (
+        plan_row(model, Stage.zero3, Offload.none, replace(machine, hybrid_shard=shard), OffloadConfig())
+        for shard in (HybridShard.auto, HybridShard.flat)
+    )
+    assert auto == flat
+
+
 # -- after a run ------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +280,8 @@ def test_activations_are_in_the_peaks_and_auto_says_what_it_takes(command: Any, 
     fewer = planned(*GPUS, "zero.activation_checkpointing=blocks")
     assert fewer["activations"]["counted"] == found["with_checkpointing"]
     assert row_of(fewer, "zero3", "none")["per_gpu"] < row_of(document, "zero3", "none")["per_gpu"]
+    split = ("zero.tensor_parallel=2", "machine.gpus=2", "zero.unit.classes=[Linear]")
+    assert planned(*GPUS, *split, "zero.activation_checkpointing=blocks")["activations"]["not_known"] is None
     out = command(*GPUS)[1].replace("\n  ", " ")
     choice = r"^auto takes zero/stage=zero1 zero/offload=none: the fastest of \d+ rows that fit"
     assert re.search(choice, out, re.MULTILINE), out

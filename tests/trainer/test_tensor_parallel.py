@@ -161,10 +161,15 @@ def test_dropout_of_ranks_that_share_a_batch_agrees_without_a_seed(tmp_path: Pat
 
 
 @on_ranks(2)
-def test_whole_parameters_with_parts_of_gradients_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("thawed_in", [0, 1])
+def test_whole_parameters_with_parts_of_gradients_are_named(thawed_in: int, tmp_path: Path) -> None:
     class Heads(Lit):
         def configure_model(self) -> None:
             self.net = Scaled() if self.net is None else self.net
+            self.net.norm.requires_grad_(thawed_in == 0)
+
+        def on_train_batch_start(self, tokens: Tensor, number: int) -> None:
+            self.net.norm.requires_grad_(number >= thawed_in)
 
         def training_step(self, tokens: Tensor, number: int) -> Tensor:
             return self.net(tokens[:, :1].float().expand(-1, WIDTH)).square().mean()

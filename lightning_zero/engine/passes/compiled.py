@@ -27,6 +27,7 @@ from lightning_zero.config import CompileConfig, ConfigError
 from lightning_zero.engine.passes.containers import Kwargs
 from lightning_zero.engine.passes.recompute import UnitForward
 from lightning_zero.engine.torch_modes import outside_graphs
+from lightning_zero.mesh.local_leaves import split_of
 
 _TRACED = "containers"  # the file that graphs may hold, because modules compute with it
 _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` keeps the compiled call
@@ -71,7 +72,11 @@ def needs_compiler(module: nn.Module) -> bool:
 
 
 def check_compiled(module: nn.Module, units: Sequence[str]) -> None:
-    """Raise a ConfigError if a module that holds ``units`` was compiled with ``fullgraph``."""
+    """Raise a ConfigError if a module that holds ``units`` was compiled with ``fullgraph``, or one that holds layers
+    split by tensor parallelism was compiled."""
+    for inner in module.modules():
+        if any(True for _ in _compiled_parts(inner)):
+            _refuse_split(getattr(inner, "_orig_mod", inner))
     for around in _units_inside(module, {name: module.get_submodule(name) for name in units if name}):
         for _, how in _compiled_parts(around):
             _refuse_fullgraph(around, how)
@@ -82,6 +87,16 @@ def _refuse_fullgraph(module: nn.Module, how: Compile) -> None:
         raise ConfigError(
             f"{type(module).__name__} is compiled with fullgraph=True, and holds units, which are gathered between "
             "graphs: it cannot be one graph. Compile its blocks so (block.compile(fullgraph=True)), or drop fullgraph."
+        )
+
+
+def _refuse_split(module: nn.Module) -> None:
+    inner = {*module.parameters()} - {*module.parameters(recurse=False)}
+    if any((split := split_of(param)) is not None and split.by == "tensor_parallel" for param in inner):
+        raise ConfigError(
+            "zero.tensor_parallel: expected split layers outside of compiled modules (a graph would not see their "
+            f"parts), got a compiled {type(module).__name__} with such. Compile the layers or functions inside of it, "
+            "or drop torch.compile."
         )
 
 
@@ -206,6 +221,7 @@ class CompiledModules:
 
     def _compile_later(self, module: nn.Module, **settings: Any) -> None:
         """Compile ``module``. Users call this method as ``module.compile`` after sharding."""
+        _refuse_split(module)
         how = compile_with(**settings)
         # Before any change; torch may refuse the settings, too. What is compiled here is never called.
         self._refuse(how.apply(lambda: None), type(module).__name__)

@@ -299,12 +299,12 @@ def find_topology(
     local_ranks = Counter(host for _, host, *_ in table)
     hybrid_shard = config.comm.hybrid_shard
     if hybrid_shard is HybridShard.auto:
-        several = len(set(names)) > 1 and is_even(names)
+        several = not config.splits and len(set(names)) > 1 and is_even(names)
         by_node_fits = several and all(
             _fits_half(groups, config, len(names) // len(set(names)), gpu, host, local_ranks[name])
             for _, name, gpu, host in table
         )
-        hybrid_shard = HybridShard.node if by_node_fits and not config.splits else HybridShard.flat
+        hybrid_shard = HybridShard.node if by_node_fits else HybridShard.flat
     kinds = {HybridShard.node: by_node, HybridShard.node_backward: within_nodes}
     topology = kinds[hybrid_shard](names) if hybrid_shard in kinds else flat(len(names))
     check_exchange(topology, config.comm)

@@ -22,7 +22,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_zero.comm.agreements import gather_objects
-from lightning_zero.config import ConfigError, DType, GradCommDtype, Precision, Transport, ZeroConfig
+from lightning_zero.config import ConfigError, DType, GradCommDtype, Precision, Recompute, Transport, ZeroConfig
 from lightning_zero.engine.units.bucket import Dtypes
 from lightning_zero.engine.units.packed import is_packed, refuse_unpackable, tensors_beside
 from lightning_zero.engine.units.param import ParamInfo, classes_of, find_owner, strides_of
@@ -172,6 +172,13 @@ def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Modu
     for name, inner in module.named_modules():
         if any(fnmatch.fnmatchcase(type(inner).__name__, p) or fnmatch.fnmatchcase(f"{name}.", p) for p in patterns):
             yield inner
+
+
+def recomputes(block: nn.Module, config: ZeroConfig) -> bool:
+    """Return whether `config` recomputes the unit `block`. A split embedding or linear layer is not: its hooks, which
+    make its DTensors, are not called again. It has no activations inside."""
+    is_split = any(split_of(param) is not None for param in block.parameters(recurse=False))
+    return config.activation_checkpointing is not Recompute.none and not is_split
 
 
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.comm.sequence import OnPaper
-from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
+from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine.passes.containers import dtype_hooks
 from lightning_zero.engine.passes.recompute import without_empty_caches
-from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules
+from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules, recomputes
 from lightning_zero.engine.vertical.chunked import Chunked, Inputs, first_size
 from lightning_zero.engine.vertical.units import units_around, whole_batch_units
 from lightning_zero.layerwise.loss import assuming
@@ -214,7 +214,8 @@ class _Measurement:
         around = units_around(names) if config.vertical_chunks > 1 else set()
         whole = whole_batch_units(self._module, names, config) if config.vertical_chunks > 1 else set(names)
         for number, name in list(enumerate(names))[1:]:
-            how = None if name in around else self._again if name in whole else self._in_chunks
+            again = self._again if recomputes(module.get_submodule(name), config) else None
+            how = None if name in around else again if name in whole else self._in_chunks
             self._watch(self._module.get_submodule(name), number, how)
         if precision in AUTOCAST_DTYPES:
             for inner in fp32_modules(self._module, config.precision.fp32_modules):
@@ -223,9 +224,7 @@ class _Measurement:
         self._sharers = OnPaper(config.sequence_parallel)
 
     def _again(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward ``inner`` on the whole batch, with activation checkpointing if settings ask for it."""
-        if self._config.activation_checkpointing is Recompute.none:
-            return inner(*args, **kwargs)
+        """Run a unit's forward ``inner`` on the whole batch, with activation checkpointing."""
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
