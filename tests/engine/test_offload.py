@@ -232,12 +232,13 @@ def schedules(side: Sharded) -> list[Any]:
     """A step has the hyperparameters of its call."""
     scheduler = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
     found = []
+    side.optimizer.param_groups[0]["betas"] = [0.9, 0.99]
     for step in range(4):
         found.append(accumulate(side, step, 1))
         side.step()
         scheduler.step()
         side.optimizer.param_groups[0]["weight_decay"] *= 0.1
-        side.optimizer.param_groups[0]["betas"] = (0.5 + step / 10, 0.99)
+        side.optimizer.param_groups[0]["betas"][0] = 0.5 + step / 10
         side.zero_grad()
     return found
 

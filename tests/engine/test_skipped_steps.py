@@ -25,8 +25,8 @@ ROWS = [("none", 0), ("none", 1), ("none", 3), *PLACES]
 
 
 def poisoned(tensor: Tensor) -> Tensor:
-    """NaN, as a loss or a gradient, on the last rank."""
-    return tensor * float("nan") if dist.get_rank() == dist.get_world_size() - 1 else tensor
+    """Infinity, as a loss or a gradient, on the last rank."""
+    return tensor * float("inf") if dist.get_rank() == dist.get_world_size() - 1 else tensor
 
 
 def trains(side: Side, bad: tuple[int, ...], clips: bool) -> None:
@@ -39,6 +39,8 @@ def trains(side: Side, bad: tuple[int, ...], clips: bool) -> None:
         accumulate(side, step, 2)
         if clips:
             side.clip(0.5)
+        elif step in bad:  # which must not make it finite
+            torch.nn.utils.clip_grad_value_(side.module.parameters(), 1e6)
         step_and_clear(side)
 
 

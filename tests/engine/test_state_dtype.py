@@ -337,6 +337,20 @@ def test_what_cannot_be_narrowed_is_refused(name: str) -> None:
     engine.release()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["loaded", "set"])
+def test_settings_that_come_later_and_cannot_be_narrowed_are_refused(how: str) -> None:
+    with Sharded(Model(), optimizer_settings={"state_dtype": "int8"}) as side:
+        train(side, range(1))
+        state = copy.deepcopy(state_of(side))
+        with pytest.raises(ConfigError, match=r"AdamW\(amsgrad=True\)"):
+            for group in (state if how == "loaded" else side.optimizer.__dict__)["param_groups"]:
+                group["amsgrad"] = True
+            if how == "loaded":
+                load_state(side, state)
+            train(side, range(1))
+
+
 def test_state_of_two_bytes_is_not_asked_for_twice() -> None:
     with pytest.raises(ConfigError, match="zero.optimizer.state_dtype: .* zero/precision=bf16_true"):
         lightning_zero.shard(Model(), device="cpu", precision="bf16_true", optimizer={"state_dtype": "bf16"})

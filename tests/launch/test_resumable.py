@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import ResumableLoader, ShuffledFrom
 
 
@@ -104,6 +107,14 @@ def test_what_was_trained_on_counts_since_the_last_resume() -> None:
     of = trainer(0, 2, batches=3)
     of.fit_loop.epoch_loop.batch_progress.current.ready = 4  # a signal came between two steps
     assert loader(100, 2, of).state_dict() == {"items": 12, "epoch": 0, "whole": 0}
+
+
+def test_loaders_of_unequal_length_of_which_one_has_begun_again_are_refused() -> None:
+    of = trainer(0, 1, batches=9)
+    of.train_dataloader = [loader(26, 2, of), loader(14, 2, of)]
+    for one, refused in zip(of.train_dataloader, (False, True), strict=True):
+        with pytest.raises(ConfigError, match=r"got \[7, 13\]") if refused else contextlib.nullcontext():
+            one.load_state_dict(one.state_dict())
 
 
 def test_workers_begin_at_the_place_too() -> None:

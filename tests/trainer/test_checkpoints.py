@@ -19,7 +19,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, EMAWeightAveraging, LambdaCallback
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -135,6 +141,16 @@ def cases() -> Iterator[Case]:
         saves, loads = ROWS[number % len(ROWS)], ROWS[(3 * number + number // len(ROWS) + 1) % len(ROWS)]
         few_bits = "optimizer" in KINDS[kind].zero
         yield Case(kind, form, saves, loads, "32-true" if few_bits else precisions[number * 5 // 3 % 4])
+
+
+@pytest.mark.sample
+@on_ranks(1)
+def test_accumulation_of_an_epoch_goes_on_in_the_middle_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "cut.ckpt"
+    save = LambdaCallback(on_train_batch_end=lambda t, *_: t.fit_loop.batch_idx == 2 and t.save_checkpoint(path))
+    settings: dict[str, Any] = {"callbacks": [GradientAccumulationScheduler({0: 3}), save], "max_epochs": 1}
+    whole, resumed = (fit("zero1", tmp_path, ckpt_path=start, **settings).trainer for start in (None, path))
+    assert resumed.global_step == whole.global_step == 4
 
 
 @pytest.mark.smoke
