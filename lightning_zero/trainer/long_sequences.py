@@ -19,7 +19,7 @@ from lightning_zero.planning.topology import check_groups
 from lightning_zero.sequence.part import SequencePart, WholeBatch
 from lightning_zero.sequence.step import SequenceSteps, check_alike
 from lightning_zero.trainer.sequence_check import SequenceCheck
-from lightning_zero.trainer.shared_batches import SharedBatches
+from lightning_zero.trainer.shared_batches import SharedBatches, seed_alike
 from lightning_zero.trainer.step_tokens import StepTokens
 
 LARGEST_SEED = 2**62
@@ -43,6 +43,8 @@ class LongSequences(SequenceSteps):
         self._check: SequenceCheck | None = None
         self._shared_batches: SharedBatches | None = None
         size = config.sequence_parallel if config is not None else 1
+        if engine is not None:
+            self._device = engine.comm.device
         if engine is not None and config is not None and config.tensor_parallel > 1:
             self._shared_batches = shared = SharedBatches(engine.comm, config.tensor_parallel)
             engine.passes.on_grad = lambda info, grad: shared.note(info.fqn, grad) if info.split is None else None
@@ -56,7 +58,6 @@ class LongSequences(SequenceSteps):
                 f"function in a step, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "
                 "Drop torch.compile, or zero.sequence_parallel."
             )
-        self._device = engine.comm.device
         self.group = open_sequence_group(dist.group.WORLD, size, self._device, engine.comm.waits)
         super().__init__(module, self.group)
         self._check = SequenceCheck(module, engine, self, self.group)
@@ -75,8 +76,9 @@ class LongSequences(SequenceSteps):
             self._shared_batches.check_grads()
 
     def seed_alike(self) -> None:
-        if self._shared_batches is not None:
-            self._shared_batches.seed_alike()
+        group = self.group if self._shared_batches is None else self._shared_batches.group
+        if group is not None:
+            seed_alike(group, self._device)
 
     @property
     def trying(self) -> SequenceCheck | None:

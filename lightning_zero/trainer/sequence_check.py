@@ -153,6 +153,8 @@ def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) 
     told += [vars(config.scheduler) for config in strategy.lr_scheduler_configs]
     told += [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
     kept = [(values, dict(values)) for values in told]
+    for config in strategy.lr_scheduler_configs:  # a step would reach schedulers inside, and tensors in param groups
+        config.scheduler.step = lambda *_, **__: None
     for optimizer in strategy._lightning_optimizers:  # these hooks count steps of manual optimization
         optimizer._on_before_step = optimizer._on_after_step = lambda: None
     undo = [_keep(inner) for inner in module.modules()]

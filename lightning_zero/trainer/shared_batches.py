@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.sequence import open_sequence_group
+from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
 from lightning_zero.config import ConfigError
 from lightning_zero.sequence.step import check_alike
 
@@ -20,29 +20,29 @@ KEY = "zero.tensor_parallel"
 TOLERANCE = 0.1  # relative; gradients that are parts of a sum differ by more than their size
 
 
+def seed_alike(group: SequenceGroup, device: torch.device) -> None:
+    """Give the random generators of ``group`` one seed unless they are in one state: dropout, and layers that a step
+    chooses, must agree. Collective.
+
+    Without ``seed_everything`` every process starts with a seed of its own."""
+    states = [zlib.crc32(state.numpy().tobytes()) for state in Generators.now(device).packed().values()]
+    found = group.gather_objects((states, torch.initial_seed()), "random numbers of ranks that share a batch")
+    if any(other != found[0] for other in found):
+        Generators.seeded(found[0][1], device).restore(device)
+
+
 class SharedBatches:
     """Compares batches, random numbers and gradients of the ``size`` adjacent ranks that share a batch. Opening is
     collective."""
 
     def __init__(self, comm: Communicator, size: int) -> None:
-        self._device = comm.device
-        self._group = open_sequence_group(dist.group.WORLD, size, comm.device, comm.waits)
+        self.group = open_sequence_group(dist.group.WORLD, size, comm.device, comm.waits)
         self._sums: dict[str, Tensor] = {}  # of gradients of this backward, by parameter that has had none before
         self._checked: set[str] = set()
 
     def check_alike(self, batch: Any) -> None:
         """Raise ConfigError on all ranks that should have one batch if theirs differ. Collective."""
-        check_alike(batch, self._group, KEY)
-
-    def seed_alike(self) -> None:
-        """Give torch's generators of these ranks one seed unless they are in one state: dropout must agree. Collective.
-
-        Without ``seed_everything`` every process starts with a seed of its own."""
-        now = Generators.now(self._device)
-        states = [zlib.crc32(state.numpy().tobytes()) for state in (now.torch, now.cuda) if state is not None]
-        found = self._group.gather_objects((states, torch.initial_seed()), f"random numbers ({KEY})")
-        if any(other != found[0] for other in found):
-            torch.manual_seed(found[0][1])
+        check_alike(batch, self.group, KEY)
 
     def note(self, name: str, grad: Tensor) -> None:
         """Take a gradient of a parameter that every rank has whole, for :meth:`check_grads`."""
@@ -57,7 +57,7 @@ class SharedBatches:
         self._checked |= own.keys()
         table = [
             {name: torch.tensor(total) for name, total in sums.items()}
-            for sums in self._group.gather_objects(own, f"first gradients ({KEY})")
+            for sums in self.group.gather_objects(own, f"first gradients ({KEY})")
         ]
         first = table[0]
         differ = [

@@ -248,11 +248,12 @@ def test_an_input_that_is_given_several_times_is_one_tensor_again(how: str) -> N
 
 
 @pytest.mark.parametrize("how", ["none", "blocks", "offload"])
-def test_a_forward_that_is_computed_again_does_not_change_buffers_again(how: str) -> None:
-    """Statistics of a norm, a count, and an average that is replaced by each forward in training."""
+def test_a_forward_that_is_computed_again_reads_the_same_buffers_and_changes_none_again(how: str) -> None:
+    """Statistics of a norm, a count, and an average that is replaced by each forward in training. The forward reads
+    both."""
 
     def act(m: Any, x: Tensor) -> Tensor:
-        x = x + m.norm(m.inner(x))
+        x = x + m.norm(m.inner(x)) * (m.calls + m.average.exp())
         if m.training:
             m.calls += 1
             m.average = 0.5 * m.average + 0.5 * x.detach().mean(0)
@@ -274,6 +275,9 @@ def test_a_forward_that_is_computed_again_does_not_change_buffers_again(how: str
             side.train(training)
             (side(x) * side(2 * x)).mean().backward()
     assert_equal(dict(module.named_buffers()), dict(plain.named_buffers()))
+    with lightning_zero.gather(module, grads=True):
+        pairs = zip(module.parameters(), plain.parameters(), strict=True)
+        assert all(torch.allclose(own.grad, other.grad, rtol=1e-4) for own, other in pairs)
     engine.release()
 
 

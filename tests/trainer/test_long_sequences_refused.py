@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -146,13 +148,14 @@ class ByHand(Changed):
         self.automatic_optimization = False
         self.register_buffer("seen", torch.zeros(()))
         self.metric = MeanMetric()
-        self.calls, self.kept, self.rates = 0, [], []
+        self.calls, self.kept, self.rates, self.drawn = 0, [], [], []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         loss = super().training_step(batch, batch_idx)
         self.calls += 1
         self.kept.append(batch_idx)
+        self.drawn.append((random.random(), float(np.random.rand())))  # as layers that are chosen at random
         self.seen += 1
         self.metric(loss.detach())
         self.log("loss", loss)
@@ -166,14 +169,19 @@ class ByHand(Changed):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+        halves = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [torch.optim.lr_scheduler.ChainedScheduler([halves])]
 
 
 @on_ranks(2)
 def test_step_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
     for stage in (0, 3):
         fine, along = (seeded(partial(ByHand, change)) for change in (HONEST["dropout"], LOOKS_ALONG["mean"]))
+        random.seed(dist.get_rank())
         fit_pairs(fine, tmp_path, stage, zero={"offload": "optimizer_cpu"} if stage else {})
+        drawn: list[Any] = [None, None]
+        dist.all_gather_object(drawn, fine.drawn)
+        assert drawn[0] == drawn[1]
         assert fine.calls == fine.metric.update_count == fine.seen == STEPS == fine.trainer.global_step
         assert fine.kept == [0, 1] and fine.rates == [0.5, 0.25]
         with refused("Look in training_step"):

@@ -82,40 +82,52 @@ class UnitForward:
             self._hooks.replace_forward(module, outside_graphs(forward))
 
 
+BufferValues = dict[tuple[nn.Module, str], Tensor]
+
+
 class BuffersAgain:
-    """Keeps recomputed forwards from changing a module's buffers twice: lets them change copies of the buffers.
+    """Keeps recomputed forwards from changing a module's buffers twice: lets them read and change copies of what the
+    buffers were before the first forward.
 
     Buffers of torch's norm modules in training always count as changed: changes do not increment their ``_version``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [inner for inner in module.modules() if inner._buffers]
-        self._changing: set[tuple[nn.Module, str]] = set()
+        self._changing: set[tuple[nn.Module, str]] | None = None  # None: no forward has been seen yet
 
     def _buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
         all_ = ((owner, name, buffer) for owner in self._owners for name, buffer in owner._buffers.items())
         return [(owner, name, t) for owner, name, t in all_ if t is not None and not t.is_inference()]
 
     @contextlib.contextmanager
-    def first(self) -> Iterator[None]:
-        """Run the body, a first forward, and note which buffers it changes."""
-        before = [(owner, name, buffer, buffer._version) for owner, name, buffer in self._buffers()]
+    def first(self, values: BufferValues) -> Iterator[None]:
+        """Run the body, a first forward. Copy to ``values`` what the buffers that it changes were before."""
+        buffers, changing = self._buffers(), self._changing
+        for owner, name, buffer in buffers:  # of norms the forward reads none
+            if (changing is None or (owner, name) in changing) and not isinstance(owner, _NormBase):
+                values[owner, name] = buffer.detach().clone()
+        versions = [buffer._version for _, _, buffer in buffers]
         yield
-        for owner, name, buffer, version in before:
+        self._changing = changing or set()
+        for (owner, name, buffer), version in zip(buffers, versions, strict=True):
             if owner._buffers.get(name) is not buffer or buffer._version != version:
                 self._changing.add((owner, name))
+        for key in values.keys() - self._changing:
+            del values[key]
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, values: BufferValues) -> Iterator[None]:
         """Run the body, a recomputation, on copies of the buffers that :meth:`first` noted. Then put the buffers back.
         The recomputed graph can read the changed copies later."""
+        changing = self._changing or ()
         replaced = [
             (owner, name, buffer)
             for owner, name, buffer in self._buffers()
-            if (owner, name) in self._changing or (isinstance(owner, _NormBase) and owner.training)
+            if (owner, name) in changing or (isinstance(owner, _NormBase) and owner.training)
         ]
         for owner, name, buffer in replaced:
-            owner._buffers[name] = buffer.clone()
+            owner._buffers[name] = values.get((owner, name), buffer).clone()
         try:
             yield
         finally:
@@ -290,6 +302,7 @@ class _Call:
     ) -> None:
         self._unit, self._inner = forward.unit, forward.inner
         self._passes, self._buffers = ref(passes), buffers
+        self._values: BufferValues = {}
         self._given: tuple[Args, Kwargs] | None = given  # None after the first forward
         self._form = form
         # Weakly: the checkpoint decides which inputs stay alive; offloaded ones die on the device.
@@ -310,7 +323,7 @@ class _Call:
             if self._unit.reshards:
                 around.enter_context(passes.saved.packed())
             around.enter_context(under_function_modes(self._modes))
-            around.enter_context(self._buffers.again() if again else self._buffers.first())
+            around.enter_context((self._buffers.again if again else self._buffers.first)(self._values))
             result = self._inner(*args, **kwargs)
         if not again:
             self._check_inputs("are changed in place by it")

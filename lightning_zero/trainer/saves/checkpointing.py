@@ -229,7 +229,10 @@ class Checkpoints:
         module, ranks = strategy.lightning_module, strategy.world_size
         record = checkpoint.pop(RNG_KEY, None)  # checkpoints of other strategies have none
         if record is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            self.saved_rng = Saved.of_rank(record, strategy.global_rank, ranks, strategy.root_device)
+            # Ranks that share a batch or a sequence go on with equal states, those of the first of them.
+            shared = max(strategy.config.sequence_parallel, strategy.config.tensor_parallel)
+            rank = strategy.global_rank // shared * shared
+            self.saved_rng = Saved.of_rank(record, rank, ranks, strategy.root_device)
             if (saved := saved_ranks(record)) != ranks:
                 rank_zero_info(
                     f"{checkpoint_path} has the random number generators of {saved} ranks: each of these {ranks} goes "
