@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
@@ -91,6 +92,7 @@ class SequenceCheck:
 
     def _try(self, name: str, step: Callable[..., Any], args: Any, window: Window, number: int, sharers: Any) -> Found:
         part, own = self._steps.cut(args[0], window, sharers)
+        own = apply_to_collection(own, Tensor, torch.clone)  # a step may change its batch
         in_parts, agreeing = sharers is self._group, Agreeing(_SEED + number)
         computing = part if in_parts else None
         if part is not None and part.length is not None:

@@ -150,8 +150,12 @@ class ByHand(Changed):
         self.metric = MeanMetric()
         self.calls, self.kept, self.rates, self.drawn = 0, [], [], []
 
+    def on_fit_start(self) -> None:
+        random.seed(dist.get_rank())
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
+        batch[1].add_(1).remainder_(4)
         loss = super().training_step(batch, batch_idx)
         self.calls += 1
         self.kept.append(batch_idx)
@@ -169,21 +173,20 @@ class ByHand(Changed):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        halves = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return [optimizer], [torch.optim.lr_scheduler.ChainedScheduler([halves])]
+        falls = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=2)
+        return [optimizer], [torch.optim.lr_scheduler.ChainedScheduler([falls])]
 
 
 @on_ranks(2)
 def test_step_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
     for stage in (0, 3):
         fine, along = (seeded(partial(ByHand, change)) for change in (HONEST["dropout"], LOOKS_ALONG["mean"]))
-        random.seed(dist.get_rank())
         fit_pairs(fine, tmp_path, stage, zero={"offload": "optimizer_cpu"} if stage else {})
         drawn: list[Any] = [None, None]
         dist.all_gather_object(drawn, fine.drawn)
         assert drawn[0] == drawn[1]
         assert fine.calls == fine.metric.update_count == fine.seen == STEPS == fine.trainer.global_step
-        assert fine.kept == [0, 1] and fine.rates == [0.5, 0.25]
+        assert fine.kept == [0, 1] and fine.rates == [0.75, 0.5]
         with refused("Look in training_step"):
             fit_pairs(along, tmp_path, stage)
         assert along.calls == along.trainer.global_step == 0 and not along.trainer.callback_metrics
