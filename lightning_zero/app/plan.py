@@ -32,7 +32,7 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, Rates
 from lightning_zero.planning.topology import check_groups
 
-EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture", "dark")
+EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture")
 
 # -- the machine ------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
         )
     if extras["picture"] is not None:
         title = title_of(model, machine, described.precision)
-        files = draw(extras["picture"], title, machine, rows, config.zero, choice, extras["dark"])
+        files = draw(extras["picture"], title, machine, rows, config.zero, choice)
         print(f"Wrote {', '.join(map(os.path.abspath, files))}", file=sys.stderr if extras["json"] else sys.stdout)
 
 

@@ -27,9 +27,9 @@ ROLES = {
     Role.reducing: ("#d55e00", "being reduced"),
     Role.staging: ("#999999", "between tiers"),
     Role.activation: ("#f0e442", "activations, batch"),
-    Role.whole_copy: ("#882255", "copy of the model after fit"),  # of another palette: one theme is black
+    Role.whole_copy: ("#882255", "copy of the model after fit"),  # of another palette
 }
-THEMES = {False: ("#ffffff", "#1a1a1a", "#b00020"), True: ("#16181d", "#e8e8e8", "#ff6b6b")}  # background, text, line
+GROUND, INK, LINE = "#ffffff", "#1a1a1a", "#b00020"  # background, text, line of the memory there is
 Panel = tuple[str, int, list[dict[Role, int]]]  # a tier: its name, its capacity, and the bytes by role of each bar
 
 
@@ -44,21 +44,21 @@ def check_picture(path: str) -> None:
 
 
 def draw(
-    path: str, title: str, machine: Machine, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str, dark: bool
+    path: str, title: str, machine: Machine, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str
 ) -> list[str]:
     """Draw the plan to the file ``path``, or to ``path.png`` and ``path.svg`` if it has no suffix. Return the files."""
     import matplotlib.figure
 
-    (ground, ink, _), panels = THEMES[dark], _panels(machine, rows)
-    style: dict[Any, Any] = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "plan", "axes.facecolor": ground}
+    panels = _panels(machine, rows)
+    style: dict[Any, Any] = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "plan", "axes.facecolor": GROUND}
     style |= {"axes.axisbelow": True, "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False}
-    style |= {"axes.grid": True, "axes.grid.axis": "x", "grid.color": ink, "grid.alpha": 0.15, "axes.edgecolor": ink}
-    style |= {f"{what}.color": ink for what in ("text", "xtick", "ytick")} | {"ytick.major.size": 0, "figure.dpi": 120}
+    style |= {"axes.grid": True, "axes.grid.axis": "x", "grid.color": INK, "grid.alpha": 0.15, "axes.edgecolor": INK}
+    style |= {f"{what}.color": INK for what in ("text", "xtick", "ytick")} | {"ytick.major.size": 0, "figure.dpi": 120}
     with matplotlib.rc_context(style):
-        figure = matplotlib.figure.Figure((11.0, 2.2 + 0.27 * len(rows)), facecolor=ground, layout="constrained")
+        figure = matplotlib.figure.Figure((11.0, 2.2 + 0.27 * len(rows)), facecolor=GROUND, layout="constrained")
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for ax, panel in zip(axes, panels, strict=True):
-            _bars(ax, *panel, *THEMES[dark])
+            _bars(ax, *panel)
         _names(axes, rows, config, choice)
         used = {role for _, _, shares in panels for share in shares for role in share}
         handles = [matplotlib.patches.Patch(color=c, label=label) for role, (c, label) in ROLES.items() if role in used]
@@ -88,7 +88,7 @@ def _panels(machine: Machine, rows: Sequence[Row]) -> list[Panel]:
     return panels[:1] + [other for other in panels[1:] if any(other[2])]
 
 
-def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], ground: str, ink: str, line: str) -> None:
+def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]]) -> None:
     totals = [sum(share.values()) for share in shares]
     largest = max([*totals, 1])
     # The axis ends at a few times the memory, so that one large bar does not shrink all others to points.
@@ -99,17 +99,17 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
         widths = [share.get(role, 0) for share in shares]
         ax.barh(range(len(shares)), widths, left=left, color=colour, height=0.72, linewidth=0)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    box = {"facecolor": ground, "alpha": 0.9, "pad": 0.6, "linewidth": 0}  # the number may lie on a bar or line
+    box = {"facecolor": GROUND, "alpha": 0.9, "pad": 0.6, "linewidth": 0}  # the number may lie on a bar or line
     for place, total in enumerate(totals):
         beyond = total > end * 0.87  # no space for the number right of the bar
         x, side = (end * 0.992, "right") if beyond else (total + end * 0.008, "left")
         if total:
-            ax.text(x, place, short_bytes(total), ha=side, va="center", fontsize=7.5, color=ink, bbox=box, zorder=3)
+            ax.text(x, place, short_bytes(total), ha=side, va="center", fontsize=7.5, color=INK, bbox=box, zorder=3)
     inside = capacity <= end
     label = f"{short_bytes(capacity)} there{'' if inside else ', beyond the axis'}" if capacity else "none there"
     if capacity and inside:
-        ax.axvline(capacity, color=line, linewidth=1.6)
-    ax.set_title(f"{name}\n{label}", color=line if inside else ink, fontsize=9)
+        ax.axvline(capacity, color=LINE, linewidth=1.6)
+    ax.set_title(f"{name}\n{label}", color=LINE if inside else INK, fontsize=9)
     step = 1 << max(0, -(-end // 5) - 1).bit_length()  # a power of two with at most five ticks
     ax.set_xlim(0, end)
     ax.set_xticks(range(0, end, step), [short_bytes(value) if value else "0" for value in range(0, end, step)])

@@ -122,7 +122,6 @@ def register_schema() -> None:
         "optimizer_states": IntegerNode(None),
         "activations": BooleanNode(True),
         "picture": StringNode(None),
-        "dark": BooleanNode(False),
     }
     store.store(name=PLAN_SCHEMA, node=plan, provider="lightning_zero")
     submit = {"machine": MachineConfig, "dry_run": BooleanNode(False)}

@@ -26,7 +26,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
 from lightning_zero.config import ConfigError
-from lightning_zero.report import figure
 
 RESULTS = "results.json"  # written by report/results.py
 OF_THE_SWEEP = r"hydra/launcher|hydra/sweeper|hydra\.(sweep|sweeper|launcher|mode|run|callbacks)\b"
@@ -147,9 +146,9 @@ def overrides_of(run: Path) -> list[str]:
 
 
 def print_table(folder: Path, runs: Sequence[Path], metric: str | None, direction: str) -> None:
-    """Print the results in the folders ``runs`` as a table; write them to ``sweep.csv`` and draw ``sweep.png``.
+    """Print the results in the folders ``runs`` as a table, and write them to ``sweep.csv``.
 
-    ``metric``: the metric to sort by and draw; ``None``: keep the order. ``direction``: ``minimize`` or ``maximize``.
+    ``metric``: the metric to sort by; ``None``: keep the order. ``direction``: ``minimize`` or ``maximize``.
     """
     from rich.console import Console
     from rich.table import Table
@@ -174,7 +173,3 @@ def print_table(folder: Path, runs: Sequence[Path], metric: str | None, directio
     with (folder / "sweep.csv").open("w", newline="") as file:
         csv.writer(file).writerows([columns, *rows])
     print(f"the table: {os.path.relpath(folder / 'sweep.csv')}")
-    drawn = {f"{row[0]}: {row[1]}": row[2] for row in rows if names and row[2] is not None}
-    if drawn and figure.can_draw():
-        figure.draw_sweep(folder / "sweep.png", names[0], drawn)
-        print(f"its picture: {os.path.relpath(folder / 'sweep.png')}")

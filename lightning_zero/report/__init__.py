@@ -2,5 +2,5 @@
 
 ::
 
-    results  the numbers of a run       figure  its picture, and a sweep's, by matplotlib       page  a page of HTML
+    results  the numbers of a run       figure  its picture, by matplotlib       page  a page of HTML
 """

@@ -1,4 +1,4 @@
-"""Draw the results of a run or a sweep, if matplotlib is installed."""
+"""Draw the results of a run, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -92,15 +92,3 @@ def _bars(
     axes.set_title(title if names else f"{title}: nothing was logged")
     if len(sets) > 1:
         axes.legend()
-
-
-def draw_sweep(path: Path, title: str, runs: Mapping[str, float]) -> None:
-    """Write a bar chart of a sweep. ``runs``: maps each run's settings to its result."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure((9.0, 1.2 + 0.3 * len(runs)), layout="constrained")
-        names = [fill(name, 60) for name in runs]
-        _bars(figure.subplots(), title, names, {"": list(runs.values())}, "{:.4f}".format)
-        figure.savefig(path, format="png")

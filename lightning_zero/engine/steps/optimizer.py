@@ -343,7 +343,8 @@ class ShardedOptimizer(Stepper):
     # -- step -----------------------------------------------------------------------------------------------------
 
     def _step(self, used: set[int]) -> set[Bucket]:
-        self.check_groups(self.optimizer.param_groups)  # users may have added some, or changed them
+        if self.runs.formats:  # users may have added groups, or changed them
+            self.check_groups(self.optimizer.param_groups)
         changed = self._arrange(used)
         # The worker steps buckets on the host. Unknown optimizers may count steps per group, so step them at once.
         for_worker = {bucket for bucket in changed if self._known and bucket.steps_on_host}
