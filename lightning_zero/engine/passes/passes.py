@@ -310,7 +310,7 @@ class Passes:
     def pre_forward(self, unit: Unit) -> None:
         """Open a pass if none is open, and gather ``unit`` before its module's forward."""
         self.forget_failed()
-        if self.key is None:
+        if self._open.key is None:
             if self._scope is None and self.calls_meet and any(unit.reshards for unit in self.units):
                 self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
