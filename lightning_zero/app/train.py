@@ -100,11 +100,6 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning_zero.trainer.saves.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
 
-    if "strategy" in config.trainer:
-        raise ConfigError(
-            "trainer.strategy: expected none (lightning_zero.train trains by ZeroStrategy, which the group zero sets "
-            f"up), got {config.trainer['strategy']!r}. Choose zero/stage=..., and drop trainer.strategy."
-        )
     values = config.trainer | {"precision": agreed_precision(config)}
     values |= {"devices": local_devices(config.trainer), "num_nodes": number_of_nodes(config.trainer)}
     if config.optimized_metric is not None and "trainer.num_sanity_val_steps" not in explicit_keys():

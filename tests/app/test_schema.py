@@ -221,7 +221,10 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
     ("model.n_layers=3", ["Did you mean model.n_layer=3? To append to your config use +model.n_layers=3.\n"]),
     ("optimizer.learning_rate=3", ["Did you mean optimizer.lr=3? "]),
     ("trainer.strategy=ddp", ["Could not override 'trainer.strategy'. Did you mean zero/stage=zero0? "]),
-    ("+trainer.strategy=ddp", ["trainer.strategy: expected none (lightning_zero.train trains by ZeroStrategy"]),
+    ("+trainer.strategy=ddp", ["trainer.strategy: expected none, as zero/stage=... sets it, got 'ddp'. Choose zero/s"]),
+    ("+trainer.logger=false", ["trainer.logger: expected none, as logger=... sets it, got False. Choose logger=..., "]),
+    ("+trainer.default_root_dir=x", ["expected none, as run_dir=... sets it, got 'x'."]),
+    ("+model.optimizer=3", ["model.optimizer: expected none, as optimizer=... sets it, got 3."]),
     # a group for a setting, and the other way round
     ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
     ("zero.offload=nvm", ["Did you mean zero/offload=nvme? There are zero/offload=auto, "]),
