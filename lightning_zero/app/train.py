@@ -34,6 +34,7 @@ from lightning_zero.app.jobs import (
     checkpoint_to_resume,
     fit_trainer,
     keep_work,
+    make_folders,
     slurm_plugins,
 )
 from lightning_zero.app.overrides import FULL_ERROR, check_keys, explain, explain_flag, hydra_prints, hydra_raises
@@ -235,6 +236,8 @@ def run(config: TrainConfig) -> float | None:
     check_data(config, data, trainer.world_size)
     check_vocabulary(model, data)
     check_model(config, trainer)
+    if trainer.is_global_zero:
+        make_folders(config)
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
     plan_of_run(config, trainer)
     trainer.strategy.run_plan.settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]

@@ -210,6 +210,7 @@ def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeyp
 
 
 SWEEP = "-m seed=1,2 trainer.devices=2 hydra/launcher=basic"
+QUICK = "experiment=tiny data=synthetic trainer.accelerator=cpu"
 WHOLE = "optimizer=adafactor zero.optimizer.state_dtype=bf16"
 ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "optimizer.lr=abc", SWEEP, WHOLE}
 
@@ -266,6 +267,8 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
     ("ckpt_path=nowhere.ckpt", ["ckpt_path", "nowhere.ckpt"]),
     ("data=synthetic zero.init_from=/nowhere", ["zero.init_from: expected a folder, got /nowhere. Change"]),
     ("data=synthetic zero.unit.classes=[Blok]", ["got 'Blok', which does not", "zero.unit.classes=[Block]."]),
+    (f"{QUICK} callbacks.checkpoint.dirpath=/proc/a", ["callbacks.checkpoint.dirpath: expected a folder to write "]),
+    (f"{QUICK} logger.csv.save_dir=/proc/a", ["logger.csv.save_dir: expected a folder to write to, got '/proc/a': No"]),
     # a model of one's own
     ("model._target_=torch.nn.Linear model.n_layer=3", ["model.n_layer", "torch.nn.Linear"]),
     ("model._target_=torch.nn.Linear", ["model", "in_features"]),
