@@ -14,6 +14,7 @@ from lightning_zero.config import ConfigError, nearest
 from lightning_zero.ranks.started_by import launched
 
 INSTALL = {"logger": " pip install 'lightning-zero[loggers]' brings those of logger=..."}  # by group
+SET_BY = {"strategy": "zero/stage", "plugins": "cluster", "default_root_dir": "run_dir"}  # others: their own group
 
 
 def is_first() -> bool:
@@ -101,13 +102,18 @@ def build(
         if unused and is_first():
             print(f"note: {path} takes no {', '.join(unused)}: not passed to it.", flush=True)
         node = {k: v for k, v in node.items() if k not in unknown}
+    extra = {k: v for k, v in extra.items() if accepted is not None and k in accepted}
+    if twice := next((name for name in extra if name in node), None):
+        by, own = SET_BY.get(twice, twice), f"{key}.{twice}"
+        raise ConfigError(
+            f"{own}: expected none, as {by}=... sets it, got {node[twice]!r}. Choose {by}=..., drop {own}."
+        )
     try:
         given = instantiate(node, _convert_="all", _partial_=True)
     except InstantiationException as error:  # raised by a nested object
         if isinstance(error.__cause__, (ImportError, TypeError)):
             raise ConfigError(f"{key}: {' '.join(str(error).split())}. Change {key}.*.") from error
         raise
-    extra = {k: v for k, v in extra.items() if accepted is not None and k in accepted}
     make = partial(target, *given.args, **given.keywords, **extra)
     return make if node.get("_partial_") else _made(key, path, target, make)
 

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lightning_zero.app.schema import TrainConfig
+from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
 from lightning_zero.app.sweep import overrides_of, quoted
-from lightning_zero.config import ConfigError
+from lightning_zero.config import ConfigError, make_folder
 from lightning_zero.ranks.resume import checkpoint_of_job, job_name
 from lightning_zero.ranks.started_by import launched
 
@@ -130,6 +130,16 @@ def check_saves(config: TrainConfig, explicit: set[str]) -> None:
             f"save_minutes: expected null with {setting}, got {config.save_minutes:g}. Drop save_minutes, or "
             f"{setting.partition('=')[0]}."
         )
+
+
+def make_folders(config: TrainConfig) -> None:
+    """Create the folders of loggers and, if any are saved, of checkpoints. Raise ConfigError if that is impossible."""
+    saves = config.task is Task.fit and saves_nothing(config) is None
+    for group, key, nodes in (("logger", "save_dir", config.logger), ("callbacks", "dirpath", config.callbacks)):
+        for name, node in nodes.items() if saves or group == "logger" else ():
+            folder = (node or {}).get(key)
+            if isinstance(folder, str) and not re.search(r"://|\$", folder):
+                make_folder(f"{group}.{name}.{key}", folder)
 
 
 def keep_work(config: TrainConfig, trainer: Trainer) -> None:

@@ -74,6 +74,7 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     from lightning_zero.trainer.memory.activations import quiet
 
     train.check_checkpoint(config.ckpt_path)
+    train.check_task(config)
     agreed_precision(config)
     check_saves(config, explicit)
     # Check callbacks and Trainer arguments on the devices of this machine, without fp16 (no CPU supports it) and

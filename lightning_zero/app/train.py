@@ -34,6 +34,7 @@ from lightning_zero.app.jobs import (
     checkpoint_to_resume,
     fit_trainer,
     keep_work,
+    make_folders,
     slurm_plugins,
 )
 from lightning_zero.app.overrides import FULL_ERROR, check_keys, explain, explain_flag, hydra_prints, hydra_raises
@@ -100,11 +101,6 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning_zero.trainer.saves.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
 
-    if "strategy" in config.trainer:
-        raise ConfigError(
-            "trainer.strategy: expected none (lightning_zero.train trains by ZeroStrategy, which the group zero sets "
-            f"up), got {config.trainer['strategy']!r}. Choose zero/stage=..., and drop trainer.strategy."
-        )
     values = config.trainer | {"precision": agreed_precision(config)}
     values |= {"devices": local_devices(config.trainer), "num_nodes": number_of_nodes(config.trainer)}
     if config.optimized_metric is not None and "trainer.num_sanity_val_steps" not in explicit_keys():
@@ -240,6 +236,8 @@ def run(config: TrainConfig) -> float | None:
     check_data(config, data, trainer.world_size)
     check_vocabulary(model, data)
     check_model(config, trainer)
+    if trainer.is_global_zero:
+        make_folders(config)
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
     plan_of_run(config, trainer)
     trainer.strategy.run_plan.settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]

@@ -50,4 +50,5 @@ from lightning_zero.config.settings import check_hybrid_shard as check_hybrid_sh
 from lightning_zero.config.settings import check_prefetch as check_prefetch
 from lightning_zero.config.settings import check_rows as check_rows
 from lightning_zero.config.values import MIB as MIB
+from lightning_zero.config.values import make_folder as make_folder
 from lightning_zero.config.values import parse_bytes as parse_bytes

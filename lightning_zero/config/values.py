@@ -6,11 +6,13 @@ import functools
 import math
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from decimal import Decimal
 from enum import Enum
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -93,6 +95,19 @@ def positive(key: str, value: float, *, zero_ok: bool = False) -> None:
     if value < 0 or (value == 0 and not zero_ok):
         bound = ">= 0" if zero_ok else "> 0"
         raise ConfigError(f"{key}: expected a number {bound}, got {value!r}. Change {key}.")
+
+
+def make_folder(key: str, folder: str | None) -> None:
+    """Create ``folder``, the setting ``key``, unless it is None. Raise ConfigError if no file can be written there."""
+    if folder is None:
+        return
+    try:
+        (path := Path(folder).expanduser()).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: expected a folder to write to, got {folder!r}: {error.strerror}. Change {key}."
+        ) from None
 
 
 _UNITS = {"": 1, "B": 1} | {

@@ -52,20 +52,25 @@ class ShuffledFrom(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Tensor]):
-    """A DataLoader whose position Lightning's checkpoints save: how many items of the epoch all ranks have done."""
+    """A DataLoader whose position Lightning's checkpoints save: how many items of the epoch all ranks have done.
 
-    def __init__(self, data: Dataset[Tensor], batch_size: int, *, trainer: Trainer | None, **options: Any) -> None:
-        self._trainer = trainer
+    ``sampler``: that by which Lightning replaces ours if ``overfit_batches`` is set; no position is saved then.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int, *, trainer: Trainer | None = None, sampler: Any = None, **options: Any
+    ) -> None:
+        self._trainer = trainer if sampler is None else None
         self._resumed = -1, 0, 0  # where this run has begun: the epoch, its items done, the batches that stand for them
         # Like Lightning's sampler: ranks that share a sequence get the same samples.
         shares = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
-        sampler = ShuffledFrom(
-            data,
+        sampler = sampler or ShuffledFrom(
+            dataset,
             num_replicas=shares.get("num_replicas", 1),
             rank=shares.get("rank", 0),
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
         )
-        super().__init__(data, batch_size, sampler=sampler, **options)
+        super().__init__(dataset, batch_size, sampler=sampler, **options)
 
     def _refuse_unequal(self) -> None:
         """Raise ConfigError if the Trainer has longer loaders too, so that this one has begun again in the epoch."""

@@ -19,6 +19,7 @@ from lightning_zero.config import (
     check_grad_comm_dtype,
     check_rounding,
     check_state_dtype,
+    make_folder,
 )
 from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, compile_with
 from lightning_zero.engine.passes.passes import Passes
@@ -26,7 +27,6 @@ from lightning_zero.engine.passes.recompute import Context, InputsOnHost, Recomp
 from lightning_zero.engine.units import describe
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.units import UnitInChunks, Vertical, check_divided, units_around, whole_batch_units
-from lightning_zero.timeline.record import check_timeline
 
 
 def describe_checked(
@@ -40,7 +40,7 @@ def describe_checked(
     check_state_dtype(config.optimizer.state_dtype, precision)
     check_grad_comm_dtype(config.comm.grad_comm_dtype, precision, config.precision.reduce_dtype)
     check_compiler(config.compile)
-    check_timeline(config.timeline)
+    make_folder("zero.timeline", config.timeline)
     groups = describe.describe_units(module, config, precision)
     check_blocks(groups[1:], config)
     check_divided(module, [group.name for group in groups], config)

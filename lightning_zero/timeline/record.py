@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Recorder, Span
 from lightning_zero.timeline.lanes import MARK, RankLanes, chosen, lanes_of
@@ -25,18 +24,6 @@ from lightning_zero.timeline.page import page_html
 ROUNDS = 20  # messages to compare clocks
 AFTER = 5  # optimizer steps before the recording
 STEPS = 2  # steps to record
-
-
-def check_timeline(folder: str | None) -> None:
-    """Create ``folder``, the value of ``zero.timeline``, unless it is None. Raises ConfigError if that fails."""
-    if folder is None:
-        return
-    try:
-        Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"zero.timeline: expected a folder to write to, got {folder!r}: {error.strerror}. Change zero.timeline."
-        ) from None
 
 
 class Timeline:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_zero.config import LossMean, Precision, ZeroConfig, check_prefetch, make_config
+from lightning_zero.config import LossMean, Precision, ZeroConfig, check_prefetch, make_config, make_folder
 from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.layerwise.float8 import check_torchao
 from lightning_zero.planning.activations import Activations
 from lightning_zero.tiers.claims import check_folder
-from lightning_zero.timeline.record import check_timeline
 
 
 def call_to_go_on(path: str) -> str:
@@ -55,7 +54,7 @@ def settings_of(
     check_prefetch(config)
     check_compiler(config.compile)
     check_torchao(config.precision)
-    check_timeline(config.timeline)
+    make_folder("zero.timeline", config.timeline)
     path = config.offload.nvme_path
     if path is not None and "$" not in path:  # each rank expands its own variables
         check_folder(os.path.expanduser(path))

@@ -210,6 +210,7 @@ def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeyp
 
 
 SWEEP = "-m seed=1,2 trainer.devices=2 hydra/launcher=basic"
+QUICK = "experiment=tiny data=synthetic trainer.accelerator=cpu"
 WHOLE = "optimizer=adafactor zero.optimizer.state_dtype=bf16"
 ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "optimizer.lr=abc", SWEEP, WHOLE}
 
@@ -221,7 +222,10 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
     ("model.n_layers=3", ["Did you mean model.n_layer=3? To append to your config use +model.n_layers=3.\n"]),
     ("optimizer.learning_rate=3", ["Did you mean optimizer.lr=3? "]),
     ("trainer.strategy=ddp", ["Could not override 'trainer.strategy'. Did you mean zero/stage=zero0? "]),
-    ("+trainer.strategy=ddp", ["trainer.strategy: expected none (lightning_zero.train trains by ZeroStrategy"]),
+    ("+trainer.strategy=ddp", ["trainer.strategy: expected none, as zero/stage=... sets it, got 'ddp'. Choose zero/s"]),
+    ("+trainer.logger=false", ["trainer.logger: expected none, as logger=... sets it, got False. Choose logger=..., "]),
+    ("+trainer.default_root_dir=x", ["expected none, as run_dir=... sets it, got 'x'."]),
+    ("+model.optimizer=3", ["model.optimizer: expected none, as optimizer=... sets it, got 3."]),
     # a group for a setting, and the other way round
     ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
     ("zero.offload=nvm", ["Did you mean zero/offload=nvme? There are zero/offload=auto, "]),
@@ -263,6 +267,8 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
     ("ckpt_path=nowhere.ckpt", ["ckpt_path", "nowhere.ckpt"]),
     ("data=synthetic zero.init_from=/nowhere", ["zero.init_from: expected a folder, got /nowhere. Change"]),
     ("data=synthetic zero.unit.classes=[Blok]", ["got 'Blok', which does not", "zero.unit.classes=[Block]."]),
+    (f"{QUICK} callbacks.checkpoint.dirpath=/proc/a", ["callbacks.checkpoint.dirpath: expected a folder to write "]),
+    (f"{QUICK} logger.csv.save_dir=/proc/a", ["logger.csv.save_dir: expected a folder to write to, got '/proc/a': No"]),
     # a model of one's own
     ("model._target_=torch.nn.Linear model.n_layer=3", ["model.n_layer", "torch.nn.Linear"]),
     ("model._target_=torch.nn.Linear", ["model", "in_features"]),

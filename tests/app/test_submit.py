@@ -244,6 +244,7 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
     (["trainer.devices=2", "cluster.gpus_per_node=8"], "trainer.devices: expected 8, which is cluster.gpus_per"),
     (["trainer.accelerator=cpu"], "trainer.accelerator: expected gpu with cluster.gpus_per_node=1, got cpu"),
     (["trainer.gradient_clip_algorithm=no"], "trainer: lightning.pytorch.Trainer refuses these settings"),
+    (["task=test"], "ckpt_path: expected a checkpoint for task=test, got none"),
     (["ckpt_path=not/there.ckpt"], "ckpt_path: expected a checkpoint, got 'not/there.ckpt'"),
     (["data.path=other.txt"], "data.path: expected a file"),
     (["cluster.nodes=400", "data.batch_size=100"], "data.path: expected text for at least one batch of training"),

@@ -219,6 +219,8 @@ def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
     others = {"cache", "__pycache__", "matplotlib"}
     there = {f.name for f in [*tmp_path.iterdir(), *(tmp_path / "cache").glob("*")]}
     assert there - others == {"run", "users_model.py", "words.txt"}
+    overfit = ("debug=overfit", "trainer.max_steps=4", "trainer.accelerator=cpu", "trainer.devices=1")
+    alone(tmp_path, "experiment=tiny", *overfit, "data=synthetic", "hydra.run.dir=overfit")
 
 
 @pytest.mark.full

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import ResumableLoader, ShuffledFrom
@@ -123,3 +124,10 @@ def test_workers_begin_at_the_place_too() -> None:
     whole = loader(24, 2, trainer(0, 2))
     whole.sampler.set_epoch(1)
     assert items(of) == items(whole)[2:]
+
+
+def test_lightning_puts_its_sampler_in_the_place_of_ours() -> None:
+    plain = loader(8, 2, trainer(0, 2))
+    for sampler in (SequentialSampler(plain.dataset), DistributedSampler(plain.dataset, 2, 1, shuffle=False)):
+        plain = _update_dataloader(plain, sampler)  # as with overfit_batches
+    assert items(plain) == [[1, 3], [5, 7]] and plain.state_dict() == {}
