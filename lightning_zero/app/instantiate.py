@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from hydra._internal.utils import _locate
 from hydra.errors import InstantiationException
@@ -14,6 +15,7 @@ from lightning_zero.config import ConfigError, nearest
 from lightning_zero.ranks.started_by import launched
 
 INSTALL = {"logger": " pip install 'lightning-zero[loggers]' brings those of logger=..."}  # by group
+TYPES = {bool: "true or false", int: "a whole number", float: "a number", NoneType: "null"}  # in messages
 SET_BY = {"strategy": "zero/stage", "plugins": "cluster", "default_root_dir": "run_dir"}  # others: their own group
 
 
@@ -114,6 +116,8 @@ def build(
         if isinstance(error.__cause__, (ImportError, TypeError)):
             raise ConfigError(f"{key}: {' '.join(str(error).split())}. Change {key}.*.") from error
         raise
+    if accepted is not None and _is_library(target):
+        check_values(key, given.keywords, target)
     make = partial(target, *given.args, **given.keywords, **extra)
     return make if node.get("_partial_") else _made(key, path, target, make)
 
@@ -134,17 +138,23 @@ def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
             raise ConfigError(f"{key}: {path} needs a package that is not installed: {said}.{install}") from error
         if not isinstance(error, (ValueError, TypeError)) and type(error).__name__ != "MisconfigurationException":
             raise
-        check_numbers(key, make.keywords, target)
         named = next((name for name in make.keywords if f"`{name}" in said), "*")
         raise ConfigError(f"{key}: {path} refuses these settings: {said}. Change {key}.{named}.") from error
 
 
-def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:
-    """Raise ConfigError if an argument of ``target`` is text although its default is a number."""
+def check_values(key: str, arguments: dict[str, Any], target: Any) -> None:
+    """Raise ConfigError if an argument is of none of the types in its annotation and all of these are in ``TYPES``, or
+    is text although its default is a number. A whole float counts as int, null as false."""
     for name, parameter in inspect.signature(target).parameters.items():
-        value = arguments.get(name)
-        if isinstance(value, str) and type(parameter.default) in (int, float):
-            raise ConfigError(f"{key}.{name}: expected a number, got {value!r}. Change {key}.{name}.")
+        value, of = arguments.get(name), parameter.annotation
+        types = get_args(of) if get_origin(of) in (Union, UnionType) else (of,)
+        if not all(kind in TYPES for kind in types):
+            types = (float,) if isinstance(value, str) and type(parameter.default) in (int, float) else (object,)
+        is_number = isinstance(value, (int, float)) and (float in types or value % 1 == 0)
+        is_null = value is None and (bool in types or name not in arguments)
+        if not (is_number or is_null or isinstance(value, types)):
+            expected = " or ".join(TYPES[kind] for kind in types if kind is not int or float not in types)
+            raise ConfigError(f"{key}.{name}: expected {expected}, got {value!r}. Change {key}.{name}.")
 
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:

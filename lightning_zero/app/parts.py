@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.app.instantiate import accepted_arguments, build, build_all, check_numbers, is_first
+from lightning_zero.app.instantiate import accepted_arguments, build, build_all, check_values, is_first
 from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.config import ConfigError, Precision, nearest
 from lightning_zero.planning.topology import check_groups
@@ -66,7 +66,7 @@ def build_optimizer(config: TrainConfig) -> Any:
         zero = config.zero
         check_optimizer(tried, zero.optimizer, stochastic_rounding=zero.precision.stochastic_rounding)
         return make
-    check_numbers("optimizer", config.optimizer, make.func)
+    check_values("optimizer", config.optimizer, make.func)
     raise ConfigError(
         f"optimizer: {config.optimizer['_target_']} refuses these settings: {refused[0]}. Change optimizer.*."
     ) from refused[0]

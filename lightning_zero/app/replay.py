@@ -40,8 +40,10 @@ class StopAfter(Callback):
 
 
 def read(path: Path) -> Fingerprints:
-    """Read a CSV of fingerprints. Of a step that was run twice, the later lines count."""
+    """Read a CSV of fingerprints; none if no step wrote it. Of a step that was run twice, the later lines count."""
     found: dict[int, dict[str, tuple[str, ...]]] = {}
+    if not path.exists():
+        return found
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
             found.setdefault(int(line["step"]), {})[line["unit"]] = tuple(line[name] for name in COLUMNS[2:])
@@ -67,6 +69,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True, help="number of steps to run again")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="in the place of the run's settings")
     given = parser.parse_intermixed_args()
+    if given.steps < 1:
+        parser.error(f"--steps: expected a number >= 1, got {given.steps}. Change --steps.")
     settings = given.run / ".hydra" / "overrides.yaml"
     needed = (
         (given.run / FILE, "zero.fingerprint=1"),
@@ -88,5 +92,6 @@ def main() -> None:
     if difference is not None:
         parser.exit(1, f"{equal} steps are equal; {difference}\n")
     if not equal:
-        parser.exit(1, f"error: {given.run / FILE} has no step that was run again. Give a larger --steps.\n")
+        what = "Give a larger --steps, or by --from a checkpoint from before the run's last step"
+        parser.exit(1, f"error: {given.run / FILE} has no step that was run again. {what}.\n")
     print(f"all {equal} steps that both have are equal", flush=True)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 # Lower bounds of numbers that Lightning does not check, or only after importing torch.
 LEAST = {"max_steps": -1, "max_epochs": -1, "num_nodes": 1, "accumulate_grad_batches": 1, "gradient_clip_val": 0}
-LEAST |= {"log_every_n_steps": 0, "num_sanity_val_steps": -1}
+LEAST |= {"log_every_n_steps": 0, "num_sanity_val_steps": -1, "check_val_every_n_epoch": 1, "val_check_interval": 0}
 CPU_PROCESSES = 2  # if there is no GPU and no number of devices is given
 
 _entered = False  # Hydra has composed the configuration and called the task
@@ -294,9 +294,9 @@ def train_config(cfg: DictConfig) -> TrainConfig:
     config = OmegaConf.to_object(cfg)  # runs every __post_init__
     assert isinstance(config, TrainConfig)
     for key, bound in LEAST.items():
-        value = config.trainer.get(key)
-        if isinstance(value, int | float) and value < bound:
-            raise ConfigError(f"trainer.{key}: expected a number >= {bound}, got {value}. Change trainer.{key}.")
+        value, sign = config.trainer.get(key), ">" if key == "val_check_interval" else ">="
+        if isinstance(value, int | float) and (value < bound or (value == bound and sign == ">")):
+            raise ConfigError(f"trainer.{key}: expected a number {sign} {bound}, got {value}. Change trainer.{key}.")
     return config
 
 

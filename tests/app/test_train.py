@@ -320,8 +320,11 @@ def test_the_first_difference_is_named() -> None:
     said, _ = compare({1: dict.fromkeys(units, a)}, {1: dict.fromkeys(units, b)})
     assert said == f"after step 1, unit blocks.0: {a} in the run, {b} again"
     assert compare({1: {"x": a}}, {1: {}})[1] == 0
+    assert compare({1: {"x": a}}, read(Path("nothing.csv"))) == (None, 0)  # from the checkpoint of the last step
 
 
 def test_a_run_without_fingerprints_is_refused(tmp_path: Path) -> None:
-    done = run_command(*COMMAND, "replay", "run", "--from", "a.ckpt", "--steps", "4", folder=tmp_path, code=2)
+    replay = (*COMMAND, "replay", "run", "--from", "a.ckpt", "--steps")
+    assert "--steps: expected a number >= 1, got 0" in run_command(*replay, "0", folder=tmp_path, code=2).stderr
+    done = run_command(*replay, "4", folder=tmp_path, code=2)
     assert "run/fingerprints.csv: expected what replay compares, got nothing there" in done.stderr
