@@ -49,6 +49,8 @@ def shard(
 ) -> Engine:
     """Shard ``module`` in place over the ranks of a process group, with rank 0's values. Return its engine. Collective.
 
+    Buffers that forwards change stay each rank's own in a loop of yours; under Trainer and Fabric they are rank 0's.
+
     Args:
         config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` that override it.
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.

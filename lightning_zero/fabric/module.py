@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.torch_modes import outside_graphs
 
 
 class ZeroModule(nn.Module):
@@ -15,6 +17,7 @@ class ZeroModule(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self._buffers_may_differ = False
 
     @property
     def engine(self) -> Engine:
@@ -25,4 +28,13 @@ class ZeroModule(nn.Module):
         return engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._sync_buffers()
         return self.module(*args, **kwargs)
+
+    @outside_graphs
+    def _sync_buffers(self) -> None:
+        """Send rank 0's buffers to all ranks, as DDP does, if training may have changed buffers. Collective."""
+        trains = self.training and torch.is_grad_enabled()
+        if trains or self._buffers_may_differ:
+            self.engine.passes.buffers.sync()
+        self._buffers_may_differ = trains

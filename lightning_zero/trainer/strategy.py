@@ -446,6 +446,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             self._interruptions.at_boundary(last=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.passes.buffers.sync()  # as under DDP, all ranks compute with rank 0's buffers
         self._sequences.check("training_step", super().training_step, args, kwargs)
         with (
             self.engine.step_scope("training_step"),

@@ -302,7 +302,6 @@ class BufferSync:
         self._looks = BUFFER_LOOKS
         self._sums: list[int] = []  # checksums after the last sync, while values are looked at
         self._always = False  # this rank has seen values change whose versions did not
-        self._may_differ = False  # the last call was one of training
 
     @staticmethod
     def _now(module: nn.Module) -> list[tuple[Tensor, int]]:
@@ -311,14 +310,6 @@ class BufferSync:
 
     def _checksums(self) -> list[int]:
         return [checksum(b) for b, _ in self._seen if b.layout is torch.strided]
-
-    def sync_for_call(self) -> None:
-        """Call :meth:`sync` before a call that trains, and before the first one after it that does not. Collective."""
-        module = self._module()
-        trains = module is not None and module.training and torch.is_grad_enabled()
-        if trains or self._may_differ:
-            self.sync()
-        self._may_differ = trains
 
     @outside_autograd
     def sync(self) -> None:

@@ -213,8 +213,6 @@ class Passes:
         self._scope = Scope(key, evaluation)
         try:
             self.begin(key, evaluation=evaluation)
-            if not evaluation:
-                self.buffers.sync()  # as under DDP, all ranks compute with rank 0's buffers
             yield
             self._scope = None
             if evaluation:
@@ -315,8 +313,6 @@ class Passes:
                 self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
-            if self._scope is None and not self.calls_meet:
-                self.buffers.sync_for_call()
         if unit.index:  # :meth:`begin` and :meth:`masters_changed` wait for the root
             self.demand(unit, "forward")
         if recording.recorder is not None:
