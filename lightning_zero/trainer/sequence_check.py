@@ -150,16 +150,16 @@ def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) 
     """Let ``module`` run a step in the body, then undo the step's effects on it and on Lightning's objects."""
     numbers = Generators.now(device)
     strategy, scaler = module.trainer.strategy, module.trainer.precision_plugin.scaler
-    told = [vars(scaler)] if scaler is not None else []
+    told = [vars(inner) for inner in module.modules()]
+    told += [vars(scaler)] if scaler is not None else []
     told += [vars(optimizer) for optimizer in strategy._lightning_optimizers]
     told += [vars(config.scheduler) for config in strategy.lr_scheduler_configs]
     told += [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
-    kept = [(values, dict(values)) for values in told]
-    for config in strategy.lr_scheduler_configs:  # a step would reach schedulers inside, and tensors in param groups
+    undo = [_keep(values) for values in told]
+    for config in strategy.lr_scheduler_configs:  # a step would reach schedulers inside
         config.scheduler.step = lambda *_, **__: None
     for optimizer in strategy._lightning_optimizers:  # these hooks count steps of manual optimization
         optimizer._on_before_step = optimizer._on_after_step = lambda: None
-    undo = [_keep(inner) for inner in module.modules()]
     with warnings.catch_warnings():  # the real step will warn again
         warnings.simplefilter("ignore")
         module.__dict__["log"] = log
@@ -168,36 +168,36 @@ def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) 
         finally:
             for put_back in undo:
                 put_back()
-            for values, before in kept:
-                values.clear()
-                values.update(before)
             numbers.restore(device)
 
 
-def _keep(module: nn.Module) -> Callable[[], None]:
-    """Copy buffers, metrics and other attributes of ``module``. Return a function that restores them."""
-    attributes = dict(vars(module))
-    holders = [attributes, *(value for value in attributes.values() if isinstance(value, dict))]
-    tensors = {
-        id(value): (value, value.detach().clone(), value._version)
-        for holder in holders
-        for value in holder.values()
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
-    }
-    containers: list[tuple[Any, Any]] = [
-        (value, copy.copy(value)) for value in attributes.values() if isinstance(value, (dict, list, set, deque))
-    ]
+def _keep(values: dict[str, Any]) -> Callable[[], None]:
+    """Copy ``values``, with the tensors and containers inside of it. Return a function that restores them."""
+    attributes = dict(values)
+    todo: list[Any] = [attributes]
+    tensors: dict[int, tuple[Tensor, Tensor, int]] = {}
+    containers: dict[int, tuple[Any, Any]] = {}
+    while todo:
+        for value in _flat(todo.pop()):
+            if isinstance(value, Tensor):
+                has_values = not (isinstance(value, nn.Parameter) or value.is_inference() or value.is_meta)
+                if has_values and id(value) not in tensors:
+                    tensors[id(value)] = value, value.detach().clone(), value._version
+            elif isinstance(value, (dict, list, tuple, set, deque)) and id(value) not in containers:
+                containers[id(value)] = value, value if isinstance(value, tuple) else copy.copy(value)
+                todo.append(value)
 
     def put_back() -> None:
-        vars(module).clear()
-        vars(module).update(attributes)
-        for value, before in containers:
+        values.clear()
+        values.update(attributes)
+        for value, before in containers.values():
             if list(map(id, _flat(value))) != list(map(id, _flat(before))):
                 value.clear()
                 value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
         with torch.no_grad():
             for tensor, before, version in tensors.values():
-                if tensor._version != version:
+                # Running statistics of norms change without a new version.
+                if tensor._version != version or (tensor.layout is torch.strided and not tensor.equal(before)):
                     tensor.copy_(before)
 
     return put_back

@@ -149,6 +149,7 @@ class ByHand(Changed):
         self.register_buffer("seen", torch.zeros(()))
         self.metric = MeanMetric()
         self.calls, self.kept, self.rates, self.drawn = 0, [], [], []
+        self.inside: Any = {"deep": [torch.zeros(()), {"inside": 0}]}
 
     def on_fit_start(self) -> None:
         random.seed(dist.get_rank())
@@ -161,6 +162,9 @@ class ByHand(Changed):
         self.kept.append(batch_idx)
         self.drawn.append((random.random(), float(np.random.rand())))  # as layers that are chosen at random
         self.seen += 1
+        self.inside["deep"][0] += 1
+        self.inside["deep"][1]["inside"] += 1
+        self.norm(torch.ones(2, 16))
         self.metric(loss.detach())
         self.log("loss", loss)
         self.manual_backward(loss)
@@ -187,6 +191,8 @@ def test_step_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
         assert drawn[0] == drawn[1]
         assert fine.calls == fine.metric.update_count == fine.seen == STEPS == fine.trainer.global_step
         assert fine.kept == [0, 1] and fine.rates == [0.75, 0.5]
+        assert fine.inside == {"deep": [STEPS, {"inside": STEPS}]}
+        torch.testing.assert_close(fine.norm.running_mean, torch.full((16,), 1 - 0.9**STEPS))
         with refused("Look in training_step"):
             fit_pairs(along, tmp_path, stage)
         assert along.calls == along.trainer.global_step == 0 and not along.trainer.callback_metrics
