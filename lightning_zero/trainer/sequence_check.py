@@ -20,6 +20,7 @@ from lightning_zero.comm.sequence import OnPaper, SequenceGroup
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine import Engine
+from lightning_zero.engine.passes.access import checksum
 from lightning_zero.engine.vertical.chunked import trying
 from lightning_zero.sequence.check import (
     Agreeing,
@@ -62,11 +63,14 @@ class SequenceCheck:
         for number, at in enumerate(_TRIES):
             window = Window(self._group.size, at)
             whole = self._try(name, step, args, window, number, OnPaper(1))
+            before = self._sums_of_parameters()
             parts = self._try(name, step, args, window, number, self._group)
+            # A write that the second step does not repeat (a clamp, say) leaves the real step as it is.
+            written = [key for key, total in self._sums_of_parameters().items() if before[key] != total]
             if name != "training_step" or not self._any(not whole.says_something):
                 what = "the check of zero.sequence_parallel"
                 table = self._group.gather_objects({**vars(parts), "output": None}, what)
-                self._engine.comm.together(what, partial(self._compare, name, whole, parts, table))
+                self._engine.comm.together(what, partial(self._compare, name, written, whole, parts, table))
                 self._known.add(kind)
                 return
         rank_zero_warn(
@@ -77,8 +81,26 @@ class SequenceCheck:
     def _any(self, flag: bool) -> bool:
         return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
 
-    def _compare(self, name: str, whole: Found, parts: Found, table: list[Any]) -> None:
-        """Raise ConfigError if the results ``whole`` and ``parts`` differ. ``table``: each rank's results on parts."""
+    def _sums_of_parameters(self) -> dict[str, int]:
+        """Return a checksum of this rank's elements of each parameter, with what users have written to them."""
+        engine, found = self._engine, dict[str, int]()
+        engine.passes.wait_for_all()
+        engine.passes.writes.take_all_over()
+        for bucket in engine.buckets:
+            own = bucket.own_compute_params()
+            for part in bucket.owned_fragments():
+                found[bucket.params[part.index].fqn] = checksum(own[part.start : part.start + part.numel])
+        return found
+
+    def _compare(self, name: str, written: list[str], whole: Found, parts: Found, table: list[Any]) -> None:
+        """Raise ConfigError if the results ``whole`` and ``parts`` differ, or parameters were ``written``. ``table``:
+        each rank's results on parts."""
+        if written:
+            raise ConfigError(
+                f"zero.sequence_parallel: expected that {name} leaves parameters to optimizers, got a write to "
+                f"{written[0]} (it was tried on a short piece of the first batch, and the write would stay). Write in "
+                "on_train_batch_end, inside lightning_zero.gather(self). Or set zero.sequence_parallel=1."
+            )
         rank, ranks = self._group.rank, [Found(**found) for found in table]
         rounding, ranks[rank] = unit([whole, *ranks]), parts
         if name == "training_step":

@@ -198,6 +198,37 @@ def test_step_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
         assert along.calls == along.trainer.global_step == 0 and not along.trainer.callback_metrics
 
 
+class Teacher(Own):
+    """Clamps weights in its step. ``at``: where a teacher follows them."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at, self.teacher = at, nn.Linear(16, 13).requires_grad_(False)
+
+    def follow(self, at: str) -> None:
+        if at == self.at:
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.head.weight, 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.follow("step")
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with lightning_zero.gather(self):
+            self.follow("end")
+
+
+@on_ranks(2)
+def test_writes_that_a_tried_step_would_leave_are_refused(tmp_path: Path) -> None:
+    for stage in (0, 2, 3):
+        with refused("training_step leaves parameters to optimizers, got a write to teacher.weight"):
+            fit_pairs(seeded(partial(Teacher, "step")), tmp_path, stage)
+        assert len(fit_pairs(seeded(partial(Teacher, "end")), tmp_path, stage).losses) == STEPS
+
+
 class Third(Changed):
     """Looks along the positions where a batch has three tensors."""
 
