@@ -139,9 +139,11 @@ class SequenceCheck:
                     if isinstance(loss, Tensor) and self._module.automatic_optimization:
                         self.backward(loss)
         except Exception as error:
+            by_hand = not (evaluates or self._module.automatic_optimization)
             error.add_note(
                 f"(Raised while {name} was tried on short pieces of the first batch, "
-                f"{'in parts' if in_parts else 'whole'}, because of zero.sequence_parallel.)"
+                f"{'in parts' if in_parts else 'whole'}, because of zero.sequence_parallel."
+                f"{' There each param.grad is None: use gradients in on_before_optimizer_step.' * by_hand})"
             )
             raise
         finally:

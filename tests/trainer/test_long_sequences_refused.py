@@ -198,6 +198,19 @@ def test_step_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
         assert along.calls == along.trainer.global_step == 0 and not along.trainer.callback_metrics
 
 
+class Norms(ByHand):
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss, *args, **kwargs)
+        self.head.weight.grad.norm()
+
+
+@on_ranks(2)
+def test_error_of_a_tried_step_says_that_it_has_no_gradients(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError) as found:
+        fit_pairs(seeded(partial(Norms, HONEST["each"])), tmp_path)
+    assert "each param.grad is None: use gradients in on_before_optimizer_step" in found.value.__notes__[0]
+
+
 class Teacher(Own):
     """Clamps weights in its step. ``at``: where a teacher follows them."""
 
