@@ -20,6 +20,7 @@ from lightning_zero.comm.sequence import OnPaper, SequenceGroup
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine import Engine
+from lightning_zero.engine.passes.access import checksum
 from lightning_zero.engine.vertical.chunked import trying
 from lightning_zero.sequence.check import (
     Agreeing,
@@ -62,11 +63,14 @@ class SequenceCheck:
         for number, at in enumerate(_TRIES):
             window = Window(self._group.size, at)
             whole = self._try(name, step, args, window, number, OnPaper(1))
+            before = self._sums_of_parameters()
             parts = self._try(name, step, args, window, number, self._group)
+            # A write that the second step does not repeat (a clamp, say) leaves the real step as it is.
+            written = [key for key, total in self._sums_of_parameters().items() if before[key] != total]
             if name != "training_step" or not self._any(not whole.says_something):
                 what = "the check of zero.sequence_parallel"
                 table = self._group.gather_objects({**vars(parts), "output": None}, what)
-                self._engine.comm.together(what, partial(self._compare, name, whole, parts, table))
+                self._engine.comm.together(what, partial(self._compare, name, written, whole, parts, table))
                 self._known.add(kind)
                 return
         rank_zero_warn(
@@ -77,8 +81,26 @@ class SequenceCheck:
     def _any(self, flag: bool) -> bool:
         return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
 
-    def _compare(self, name: str, whole: Found, parts: Found, table: list[Any]) -> None:
-        """Raise ConfigError if the results ``whole`` and ``parts`` differ. ``table``: each rank's results on parts."""
+    def _sums_of_parameters(self) -> dict[str, int]:
+        """Return a checksum of this rank's elements of each parameter, with what users have written to them."""
+        engine, found = self._engine, dict[str, int]()
+        engine.passes.wait_for_all()
+        engine.passes.writes.take_all_over()
+        for bucket in engine.buckets:
+            own = bucket.own_compute_params()
+            for part in bucket.owned_fragments():
+                found[bucket.params[part.index].fqn] = checksum(own[part.start : part.start + part.numel])
+        return found
+
+    def _compare(self, name: str, written: list[str], whole: Found, parts: Found, table: list[Any]) -> None:
+        """Raise ConfigError if the results ``whole`` and ``parts`` differ, or parameters were ``written``. ``table``:
+        each rank's results on parts."""
+        if written:
+            raise ConfigError(
+                f"zero.sequence_parallel: expected that {name} leaves parameters to optimizers, got a write to "
+                f"{written[0]} (it was tried on a short piece of the first batch, and the write would stay). Write in "
+                "on_train_batch_end, inside lightning_zero.gather(self). Or set zero.sequence_parallel=1."
+            )
         rank, ranks = self._group.rank, [Found(**found) for found in table]
         rounding, ranks[rank] = unit([whole, *ranks]), parts
         if name == "training_step":
@@ -117,9 +139,11 @@ class SequenceCheck:
                     if isinstance(loss, Tensor) and self._module.automatic_optimization:
                         self.backward(loss)
         except Exception as error:
+            by_hand = not (evaluates or self._module.automatic_optimization)
             error.add_note(
                 f"(Raised while {name} was tried on short pieces of the first batch, "
-                f"{'in parts' if in_parts else 'whole'}, because of zero.sequence_parallel.)"
+                f"{'in parts' if in_parts else 'whole'}, because of zero.sequence_parallel."
+                f"{' There each param.grad is None: use gradients in on_before_optimizer_step.' * by_hand})"
             )
             raise
         finally:
@@ -150,16 +174,16 @@ def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) 
     """Let ``module`` run a step in the body, then undo the step's effects on it and on Lightning's objects."""
     numbers = Generators.now(device)
     strategy, scaler = module.trainer.strategy, module.trainer.precision_plugin.scaler
-    told = [vars(scaler)] if scaler is not None else []
+    told = [vars(inner) for inner in module.modules()]
+    told += [vars(scaler)] if scaler is not None else []
     told += [vars(optimizer) for optimizer in strategy._lightning_optimizers]
     told += [vars(config.scheduler) for config in strategy.lr_scheduler_configs]
     told += [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
-    kept = [(values, dict(values)) for values in told]
-    for config in strategy.lr_scheduler_configs:  # a step would reach schedulers inside, and tensors in param groups
+    undo = [_keep(values) for values in told]
+    for config in strategy.lr_scheduler_configs:  # a step would reach schedulers inside
         config.scheduler.step = lambda *_, **__: None
     for optimizer in strategy._lightning_optimizers:  # these hooks count steps of manual optimization
         optimizer._on_before_step = optimizer._on_after_step = lambda: None
-    undo = [_keep(inner) for inner in module.modules()]
     with warnings.catch_warnings():  # the real step will warn again
         warnings.simplefilter("ignore")
         module.__dict__["log"] = log
@@ -168,36 +192,36 @@ def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) 
         finally:
             for put_back in undo:
                 put_back()
-            for values, before in kept:
-                values.clear()
-                values.update(before)
             numbers.restore(device)
 
 
-def _keep(module: nn.Module) -> Callable[[], None]:
-    """Copy buffers, metrics and other attributes of ``module``. Return a function that restores them."""
-    attributes = dict(vars(module))
-    holders = [attributes, *(value for value in attributes.values() if isinstance(value, dict))]
-    tensors = {
-        id(value): (value, value.detach().clone(), value._version)
-        for holder in holders
-        for value in holder.values()
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
-    }
-    containers: list[tuple[Any, Any]] = [
-        (value, copy.copy(value)) for value in attributes.values() if isinstance(value, (dict, list, set, deque))
-    ]
+def _keep(values: dict[str, Any]) -> Callable[[], None]:
+    """Copy ``values``, with the tensors and containers inside of it. Return a function that restores them."""
+    attributes = dict(values)
+    todo: list[Any] = [attributes]
+    tensors: dict[int, tuple[Tensor, Tensor, int]] = {}
+    containers: dict[int, tuple[Any, Any]] = {}
+    while todo:
+        for value in _flat(todo.pop()):
+            if isinstance(value, Tensor):
+                has_values = not (isinstance(value, nn.Parameter) or value.is_inference() or value.is_meta)
+                if has_values and id(value) not in tensors:
+                    tensors[id(value)] = value, value.detach().clone(), value._version
+            elif isinstance(value, (dict, list, tuple, set, deque)) and id(value) not in containers:
+                containers[id(value)] = value, value if isinstance(value, tuple) else copy.copy(value)
+                todo.append(value)
 
     def put_back() -> None:
-        vars(module).clear()
-        vars(module).update(attributes)
-        for value, before in containers:
+        values.clear()
+        values.update(attributes)
+        for value, before in containers.values():
             if list(map(id, _flat(value))) != list(map(id, _flat(before))):
                 value.clear()
                 value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
         with torch.no_grad():
             for tensor, before, version in tensors.values():
-                if tensor._version != version:
+                # Running statistics of norms change without a new version.
+                if tensor._version != version or (tensor.layout is torch.strided and not tensor.equal(before)):
                     tensor.copy_(before)
 
     return put_back

@@ -149,6 +149,7 @@ class ByHand(Changed):
         self.register_buffer("seen", torch.zeros(()))
         self.metric = MeanMetric()
         self.calls, self.kept, self.rates, self.drawn = 0, [], [], []
+        self.inside: Any = {"deep": [torch.zeros(()), {"inside": 0}]}
 
     def on_fit_start(self) -> None:
         random.seed(dist.get_rank())
@@ -161,6 +162,9 @@ class ByHand(Changed):
         self.kept.append(batch_idx)
         self.drawn.append((random.random(), float(np.random.rand())))  # as layers that are chosen at random
         self.seen += 1
+        self.inside["deep"][0] += 1
+        self.inside["deep"][1]["inside"] += 1
+        self.norm(torch.ones(2, 16))
         self.metric(loss.detach())
         self.log("loss", loss)
         self.manual_backward(loss)
@@ -187,9 +191,55 @@ def test_step_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
         assert drawn[0] == drawn[1]
         assert fine.calls == fine.metric.update_count == fine.seen == STEPS == fine.trainer.global_step
         assert fine.kept == [0, 1] and fine.rates == [0.75, 0.5]
+        assert fine.inside == {"deep": [STEPS, {"inside": STEPS}]}
+        torch.testing.assert_close(fine.norm.running_mean, torch.full((16,), 1 - 0.9**STEPS))
         with refused("Look in training_step"):
             fit_pairs(along, tmp_path, stage)
         assert along.calls == along.trainer.global_step == 0 and not along.trainer.callback_metrics
+
+
+class Norms(ByHand):
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss, *args, **kwargs)
+        self.head.weight.grad.norm()
+
+
+@on_ranks(2)
+def test_error_of_a_tried_step_says_that_it_has_no_gradients(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError) as found:
+        fit_pairs(seeded(partial(Norms, HONEST["each"])), tmp_path)
+    assert "each param.grad is None: use gradients in on_before_optimizer_step" in found.value.__notes__[0]
+
+
+class Teacher(Own):
+    """Clamps weights in its step. ``at``: where a teacher follows them."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at, self.teacher = at, nn.Linear(16, 13).requires_grad_(False)
+
+    def follow(self, at: str) -> None:
+        if at == self.at:
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.head.weight, 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.follow("step")
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with lightning_zero.gather(self):
+            self.follow("end")
+
+
+@on_ranks(2)
+def test_writes_that_a_tried_step_would_leave_are_refused(tmp_path: Path) -> None:
+    for stage in (0, 2, 3):
+        with refused("training_step leaves parameters to optimizers, got a write to teacher.weight"):
+            fit_pairs(seeded(partial(Teacher, "step")), tmp_path, stage)
+        assert len(fit_pairs(seeded(partial(Teacher, "end")), tmp_path, stage).losses) == STEPS
 
 
 class Third(Changed):

@@ -87,51 +87,36 @@ BufferValues = dict[tuple[nn.Module, str], Tensor]
 
 class BuffersAgain:
     """Keeps recomputed forwards from changing a module's buffers twice: lets them read and change copies of what the
-    buffers were before the first forward.
-
-    Buffers of torch's norm modules in training always count as changed: changes do not increment their ``_version``.
-    """
+    buffers were before the first forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [inner for inner in module.modules() if inner._buffers]
-        self._changing: set[tuple[nn.Module, str]] | None = None  # None: no forward has been seen yet
-
-    def _buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        all_ = ((owner, name, buffer) for owner in self._owners for name, buffer in owner._buffers.items())
-        return [(owner, name, t) for owner, name, t in all_ if t is not None and not t.is_inference()]
 
     @contextlib.contextmanager
     def first(self, values: BufferValues) -> Iterator[None]:
-        """Run the body, a first forward. Copy to ``values`` what the buffers that it changes were before."""
-        buffers, changing = self._buffers(), self._changing
-        for owner, name, buffer in buffers:  # of norms the forward reads none
-            if (changing is None or (owner, name) in changing) and not isinstance(owner, _NormBase):
-                values[owner, name] = buffer.detach().clone()
-        versions = [buffer._version for _, _, buffer in buffers]
+        """Run the body, a first forward. Put into ``values`` what the buffers that it changes were before.
+
+        Those of torch's norm modules in training always count as changed: changes do not increment ``_version``."""
+        all_ = ((owner, name, buffer) for owner in self._owners for name, buffer in owner._buffers.items())
+        buffers = [(owner, name, t) for owner, name, t in all_ if t is not None and not t.is_inference()]
+        before = [(buffer._version, buffer.detach().clone()) for *_, buffer in buffers]  # any forward may change any
         yield
-        self._changing = changing or set()
-        for (owner, name, buffer), version in zip(buffers, versions, strict=True):
-            if owner._buffers.get(name) is not buffer or buffer._version != version:
-                self._changing.add((owner, name))
-        for key in values.keys() - self._changing:
-            del values[key]
+        for (owner, name, buffer), (version, value) in zip(buffers, before, strict=True):
+            same = owner._buffers.get(name) is buffer and buffer._version == version
+            if not same or (isinstance(owner, _NormBase) and owner.training):
+                values[owner, name] = value
 
     @contextlib.contextmanager
     def again(self, values: BufferValues) -> Iterator[None]:
-        """Run the body, a recomputation, on copies of the buffers that :meth:`first` noted. Then put the buffers back.
-        The recomputed graph can read the changed copies later."""
-        changing = self._changing or ()
-        replaced = [
-            (owner, name, buffer)
-            for owner, name, buffer in self._buffers()
-            if (owner, name) in changing or (isinstance(owner, _NormBase) and owner.training)
-        ]
-        for owner, name, buffer in replaced:
-            owner._buffers[name] = values.get((owner, name), buffer).clone()
+        """Run the body, a recomputation, on copies of ``values``. Then put the buffers back. The recomputed graph can
+        read the changed copies later."""
+        now = {(owner, name): owner._buffers[name] for owner, name in values}
+        for (owner, name), value in values.items():
+            owner._buffers[name] = value.clone()
         try:
             yield
         finally:
-            for owner, name, buffer in replaced:
+            for (owner, name), buffer in now.items():
                 owner._buffers[name] = buffer
 
 
