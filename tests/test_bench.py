@@ -164,7 +164,7 @@ def test_growth_with_the_number_of_ranks_is_flat(worker: Callable[[Case], Result
 
     assert len({str(same(r)) for r in results}) == 1
     # Of functions in a step, without those of an agreement's rounds: a loop over ranks would show.
-    calls = [r.calls - 26 * len(rounds_of(0, world)) for r, world in zip(results, worlds, strict=True)]
+    calls = [r.calls - 42 * len(rounds_of(0, world)) for r, world in zip(results, worlds, strict=True)]
     for few, many in (calls[:2], calls[2:]):  # with an all-to-all of gradients, and without
         assert max(few, many) <= 1.001 * min(few, many), calls
     assert max(calls) <= 1.001 * calls[0], calls
