@@ -137,8 +137,7 @@ def make_folders(config: TrainConfig) -> None:
     saves = config.task is Task.fit and saves_nothing(config) is None
     for group, key, nodes in (("logger", "save_dir", config.logger), ("callbacks", "dirpath", config.callbacks)):
         for name, node in nodes.items() if saves or group == "logger" else ():
-            folder = (node or {}).get(key)
-            if isinstance(folder, str) and not re.search(r"://|\$", folder):
+            if isinstance(folder := (node or {}).get(key), str) and not re.search(r"://|\$", folder):
                 make_folder(f"{group}.{name}.{key}", folder)
 
 

@@ -503,16 +503,18 @@ class Communicator:
         self._note("control", str(op), issued="control" if host else "control on the device")
         if not host and self._transport.waits_on_host:
             return tensor.copy_(self._small(tensor.cpu(), op))
+        if host:
+            for group in self._groups.rounds:
+                # Each rank sends to all others at once: one hop, where the ring of an all-reduce takes many.
+                found = tensor.expand(group.size(), *tensor.shape).contiguous()
+                work = dist.all_to_all_single(found, found.clone(), group=group, async_op=True)
+                self._agree(work, "a small reduction")
+                tensor.copy_(found.amax(0) if op == dist.ReduceOp.MAX else found.sum(0))
+            return tensor
         # On a device use the queue of the reductions, whose order is equal on all ranks; never that of the gathers.
-        for group in [] if host else [self._groups.reduce, self._groups.replicate]:
+        for group in (self._groups.reduce, self._groups.replicate):
             if group is not None:
                 self._run(partial(dist.all_reduce, tensor, op=op, group=group), tensor, "reduce", "a small reduction")
-        for group in self._groups.rounds if host else []:
-            # Each rank sends to all others at once: one hop, where a ring of all-reduce takes two for each rank.
-            found = tensor.expand(group.size(), *tensor.shape).contiguous()
-            work = dist.all_to_all_single(found, found.clone(), group=group, async_op=True)
-            self._agree(work, "a small reduction")
-            tensor.copy_(found.amax(0) if op == dist.ReduceOp.MAX else found.sum(0))
         return tensor
 
     def _agree(self, work: Any, label: str) -> None:

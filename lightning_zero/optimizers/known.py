@@ -63,12 +63,9 @@ def hooks_set_aside(optimizer: Optimizer) -> Iterator[None]:
 
 def is_known(optimizer: Optimizer) -> bool:
     """Return whether ``optimizer`` is of an element-wise class of torch and has the step of that class."""
-    base: Any = base_of(optimizer)
-    kind: Any = type(optimizer)
-    return base is not None and (without_hooks(kind.step), kind._init_group) == (
-        without_hooks(base.step),
-        base._init_group,  # by which torch's steps read gradients and state
-    )
+    base, kind = base_of(optimizer), type(optimizer)
+    names = ("step", "_init_group")  # torch's steps read gradients and state by the second
+    return base is not None and all(without_hooks(getattr(kind, n)) is without_hooks(getattr(base, n)) for n in names)
 
 
 def is_per_tensor(optimizer: Optimizer, name: str) -> bool:

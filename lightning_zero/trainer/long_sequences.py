@@ -43,8 +43,6 @@ class LongSequences(SequenceSteps):
         self._check: SequenceCheck | None = None
         self._shared_batches: SharedBatches | None = None
         size = config.sequence_parallel if config is not None else 1
-        if engine is not None:
-            self._device = engine.comm.device
         if engine is not None and config is not None and config.tensor_parallel > 1:
             self._shared_batches = shared = SharedBatches(engine.comm, config.tensor_parallel)
             engine.passes.on_grad = lambda info, grad: shared.note(info.fqn, grad) if info.split is None else None
@@ -58,7 +56,7 @@ class LongSequences(SequenceSteps):
                 f"function in a step, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "
                 "Drop torch.compile, or zero.sequence_parallel."
             )
-        self.group = open_sequence_group(dist.group.WORLD, size, self._device, engine.comm.waits)
+        self.group = open_sequence_group(dist.group.WORLD, size, engine.comm.device, engine.comm.waits)
         super().__init__(module, self.group)
         self._check = SequenceCheck(module, engine, self, self.group)
 
@@ -78,7 +76,7 @@ class LongSequences(SequenceSteps):
     def seed_alike(self) -> None:
         group = self.group if self._shared_batches is None else self._shared_batches.group
         if group is not None:
-            seed_alike(group, self._device)
+            seed_alike(group)
 
     @property
     def trying(self) -> SequenceCheck | None:
@@ -124,8 +122,9 @@ class LongSequences(SequenceSteps):
             yield
             return
         seed = int(torch.randint(LARGEST_SEED, (1,), dtype=torch.int64))
-        before, accelerator = Generators.now(self._device), accelerator_of(self._device)
-        own = Generators.seeded(seed + self.group.rank, self._device)
+        device = self.group.device
+        before, accelerator = Generators.now(device), accelerator_of(device)
+        own = Generators.seeded(seed + self.group.rank, device)
         _set(own, accelerator)
         try:
             yield

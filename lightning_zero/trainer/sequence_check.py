@@ -20,7 +20,7 @@ from lightning_zero.comm.sequence import OnPaper, SequenceGroup
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine import Engine
-from lightning_zero.engine.passes.access import checksum
+from lightning_zero.engine.passes.access import Writes
 from lightning_zero.engine.vertical.chunked import trying
 from lightning_zero.sequence.check import (
     Agreeing,
@@ -88,8 +88,7 @@ class SequenceCheck:
         engine.passes.writes.take_all_over()
         for bucket in engine.buckets:
             own = bucket.own_compute_params()
-            for part in bucket.owned_fragments():
-                found[bucket.params[part.index].fqn] = checksum(own[part.start : part.start + part.numel])
+            found |= {info.fqn: Writes.own_checksum(bucket, info.slot, own) for info in bucket.params}
         return found
 
     def _compare(self, name: str, written: list[str], whole: Found, parts: Found, table: list[Any]) -> None:

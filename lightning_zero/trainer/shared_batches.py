@@ -20,15 +20,15 @@ KEY = "zero.tensor_parallel"
 TOLERANCE = 0.1  # relative; gradients that are parts of a sum differ by more than their size
 
 
-def seed_alike(group: SequenceGroup, device: torch.device) -> None:
+def seed_alike(group: SequenceGroup) -> None:
     """Give the random generators of ``group`` one seed unless they are in one state: dropout, and layers that a step
     chooses, must agree. Collective.
 
     Without ``seed_everything`` every process starts with a seed of its own."""
-    states = [zlib.crc32(state.numpy().tobytes()) for state in Generators.now(device).packed().values()]
+    states = [zlib.crc32(state.numpy().tobytes()) for state in Generators.now(group.device).packed().values()]
     found = group.gather_objects((states, torch.initial_seed()), "random numbers of ranks that share a batch")
     if any(other != found[0] for other in found):
-        Generators.seeded(found[0][1], device).restore(device)
+        Generators.seeded(found[0][1], group.device).restore(group.device)
 
 
 class SharedBatches:

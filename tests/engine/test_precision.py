@@ -190,9 +190,12 @@ def test_a_module_that_needs_fp32_has_it_by_the_setting(stage: int) -> None:
         with pytest.raises(RuntimeError):
             side.module(x)
         side.engine.passes.abort()
-    precision = {"name": "bf16", "fp32_modules": ["Does"]}
-    with Sharded(build(), stage=stage, precision=precision) as side, autocast("bf16"):
-        side.backward(side.module(x).square().mean())
+    for pattern in ("Does", "1.*"):
+        precision = {"name": "bf16", "fp32_modules": [pattern]}
+        with Sharded(build(), stage=stage, precision=precision) as side, autocast("bf16"):
+            side.backward(side.module(x).square().mean())
+    with pytest.raises(ConfigError, match=r"fp32_modules: expected .*, got '2\.\*'"):
+        Sharded(build(), stage=stage, precision={"name": "bf16", "fp32_modules": ["2.*"]})
 
 
 @on_ranks(2)

@@ -19,13 +19,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    Callback,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-)
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, EMAWeightAveraging, LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -148,7 +142,10 @@ def cases() -> Iterator[Case]:
 def test_accumulation_of_an_epoch_goes_on_in_the_middle_of_it(tmp_path: Path) -> None:
     path = tmp_path / "cut.ckpt"
     save = LambdaCallback(on_train_batch_end=lambda t, *_: t.fit_loop.batch_idx == 2 and t.save_checkpoint(path))
-    settings: dict[str, Any] = {"callbacks": [GradientAccumulationScheduler({0: 3}), save], "max_epochs": 1}
+    settings: dict[str, Any] = {
+        "callbacks": [pl.callbacks.GradientAccumulationScheduler({0: 3}), save],
+        "max_epochs": 1,
+    }
     whole, resumed = (fit("zero1", tmp_path, ckpt_path=start, **settings).trainer for start in (None, path))
     assert resumed.global_step == whole.global_step == 4
 

@@ -203,11 +203,11 @@ class Writes:
             return
         key = self._number[bucket], info.slot
         known = self._unconfirmed.get(key)
-        before = known.before if known is not None else self._own_checksum(bucket, info.slot, own)
+        before = known.before if known is not None else self.own_checksum(bucket, info.slot, own)
         self._unconfirmed[key] = _Entry(before, checksum(info.flattened(whole)))
 
     @staticmethod
-    def _own_checksum(bucket: Bucket, slot: int, own: Tensor) -> int:
+    def own_checksum(bucket: Bucket, slot: int, own: Tensor) -> int:
         parts = (
             checksum(own[f.start : f.start + f.numel], f.offset) for f in bucket.owned_fragments() if f.index == slot
         )
@@ -282,7 +282,7 @@ class Writes:
             entry = self._unconfirmed.get(key)
             bucket = self._buckets[key[0]]
             own[key] = (
-                entry.before if entry is not None else self._own_checksum(bucket, key[1], bucket.own_compute_params())
+                entry.before if entry is not None else self.own_checksum(bucket, key[1], bucket.own_compute_params())
             )
         table = self._comm.all_gather_objects(own, "parameters before they were written to")
         found = {}

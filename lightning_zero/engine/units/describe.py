@@ -91,7 +91,11 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     """
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
-    of_modules = [[*m.parameters(recurse=False)] for m in fp32_modules(module, config.precision.fp32_modules)]
+    patterns = config.precision.fp32_modules
+    if lost := [p for p in patterns if "." in p and not [*fp32_modules(module, [p])]]:
+        key = "zero.precision.fp32_modules"
+        raise ConfigError(f"{key}: expected a module's name before a dot ('teacher.*'), got {lost[0]!r}. Change {key}.")
+    of_modules = [[*m.parameters(recurse=False)] for m in fp32_modules(module, patterns)]
     fp32 = {id(p) for params in of_modules for p in params} | {id(p) for p in _parts_of_weights(module)}
     # Norms lie in one bucket of the root, replicated on the device: else each unit would send tiny messages for them.
     of_norms = [params for params in of_modules if precision in AUTOCAST_DTYPES and all(p.dim() == 1 for p in params)]

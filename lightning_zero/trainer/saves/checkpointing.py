@@ -230,9 +230,9 @@ class Checkpoints:
         record = checkpoint.pop(RNG_KEY, None)  # checkpoints of other strategies have none
         if record is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             # Ranks that share a batch or a sequence go on with equal states, those of the first of them.
-            shared = max(strategy.config.sequence_parallel, strategy.config.tensor_parallel)
-            rank = strategy.global_rank // shared * shared
-            self.saved_rng = Saved.of_rank(record, rank, ranks, strategy.root_device)
+            sharers = max(strategy.config.sequence_parallel, strategy.config.tensor_parallel)
+            first = strategy.global_rank // sharers * sharers
+            self.saved_rng = Saved.of_rank(record, first, ranks, strategy.root_device)
             if (saved := saved_ranks(record)) != ranks:
                 rank_zero_info(
                     f"{checkpoint_path} has the random number generators of {saved} ranks: each of these {ranks} goes "
