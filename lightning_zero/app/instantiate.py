@@ -144,7 +144,7 @@ def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
 
 def check_values(key: str, arguments: dict[str, Any], target: Any) -> None:
     """Raise ConfigError if an argument is of none of the types in its annotation and all of these are in ``TYPES``, or
-    is text although its default is a number. A whole float counts as int, null as false."""
+    is text although its default is a number. A whole float counts as int, null as false, no boolean as a number."""
     for name, parameter in inspect.signature(target).parameters.items():
         value, of = arguments.get(name), parameter.annotation
         types = get_args(of) if get_origin(of) in (Union, UnionType) else (of,)
@@ -152,7 +152,8 @@ def check_values(key: str, arguments: dict[str, Any], target: Any) -> None:
             types = (float,) if isinstance(value, str) and type(parameter.default) in (int, float) else (object,)
         is_number = isinstance(value, (int, float)) and (float in types or value % 1 == 0)
         is_null = value is None and (bool in types or name not in arguments)
-        if not (is_number or is_null or isinstance(value, types)):
+        fits = {bool, object} & {*types} if isinstance(value, bool) else is_number or isinstance(value, types)
+        if not (fits or is_null):
             expected = " or ".join(TYPES[kind] for kind in types if kind is not int or float not in types)
             raise ConfigError(f"{key}.{name}: expected {expected}, got {value!r}. Change {key}.{name}.")
 

@@ -92,6 +92,5 @@ def main() -> None:
     if difference is not None:
         parser.exit(1, f"{equal} steps are equal; {difference}\n")
     if not equal:
-        what = "Give a larger --steps, or by --from a checkpoint from before the run's last step"
-        parser.exit(1, f"error: {given.run / FILE} has no step that was run again. {what}.\n")
+        parser.exit(1, f"error: {given.run / FILE} has no step that was run again. Change --steps or --from.\n")
     print(f"all {equal} steps that both have are equal", flush=True)

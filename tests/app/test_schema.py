@@ -251,7 +251,7 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
     ("zero.dynamic_graph=perhaps", ["zero.dynamic_graph=perhaps: ", "is not a valid bool"]),
     ("trainer.max_steps=many", ["trainer.max_steps: expected a whole number, got 'many'. Change trainer.max_steps.\n"]),
     ("trainer.accumulate_grad_batches=1.5", ["trainer.accumulate_grad_batches: expected a whole number, got 1.5. "]),
-    ("trainer.log_every_n_steps=abc", ["trainer.log_every_n_steps: expected a whole number or null, got 'abc'."]),
+    ("trainer.log_every_n_steps=true", ["trainer.log_every_n_steps: expected a whole number or null, got True."]),
     ("trainer.inference_mode=maybe", ["trainer.inference_mode: expected true or false, got 'maybe'."]),
     ("trainer.val_check_interval=0", ["trainer.val_check_interval: expected a number > 0, got 0."]),
     ("callbacks=early_stopping callbacks.early_stopping.patience=abc", ["patience: expected a whole number, got 'a"]),
