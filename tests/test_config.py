@@ -14,12 +14,12 @@ from lightning_zero.config import (
     CommConfig,
     ConfigError,
     DType,
+    HybridShard,
     Offload,
     OffloadConfig,
     Precision,
     PrecisionConfig,
     Stage,
-    Transport,
     UnitConfig,
     ZeroConfig,
     make_config,
@@ -140,12 +140,12 @@ def test_mappings_paths_and_tuples_become_the_dataclasses(tmp_path: Path) -> Non
     config = make_config(
         init_from=tmp_path,
         unit={"classes": ("Block",), "max_bytes": 8},
-        comm=MappingProxyType({"transport": "direct"}),
+        comm=MappingProxyType({"hybrid_shard": "flat"}),
         precision={"name": "bf16", "reduce_dtype": "bf16"},
     )
     assert config.init_from == str(tmp_path)
     assert config.unit == UnitConfig(classes=["Block"], max_bytes=8)
-    assert config.comm == CommConfig(transport=Transport.direct)
+    assert config.comm == CommConfig(hybrid_shard=HybridShard.flat)
     assert config.precision == PrecisionConfig(name=Precision.bf16, reduce_dtype=DType.bf16)
 
 

@@ -32,7 +32,6 @@ from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_fo
 from lightning_zero.comm.reduction import Pending, Reduction
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import Members, Sent, all_gather_single, choose_transport
-from lightning_zero.config import Transport as TransportName
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.planning.topology import Topology, flat
 from lightning_zero.ranks.progress import SILENT, LongWork
@@ -73,7 +72,6 @@ class Communicator:
         group: Any,
         device: torch.device,
         *,
-        transport: TransportName = TransportName.auto,
         stall_timeout_s: float = 300.0,
         topology: Topology | None = None,
         waits: Waits | None = None,
@@ -111,12 +109,11 @@ class Communicator:
         self.observers: list[Callable[[str, str], None]] = beside.observers if beside is not None else []
         self.batches = self.world_size  # by which sums of gradients are divided: one of each rank
         self._beside: dict[Topology, Communicator] = {}
-        self._transport_name = transport
         self._units: list[tuple[Sends, ...]] = []
         self.even_alone = group is not None and even_alone()
         if self.world_size > 1 or self.even_alone:
             backend = backend_for(group, device)
-            self._transport = choose_transport(transport, backend, self.shard_size, device)
+            self._transport = choose_transport(backend, self.shard_size, device)
             self.queues = self.streams.are_there and not self._transport.waits_on_host
             self._kind = GroupKind(self.topology, backend, self.queues, self.even_alone, self.waits.stall_timeout_s)
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
@@ -129,13 +126,7 @@ class Communicator:
         """
         if topology not in self._beside:
             self._beside[topology] = Communicator(
-                self._parent,
-                self.device,
-                transport=self._transport_name,
-                topology=topology,
-                waits=self.waits,
-                long_work=self.long_work,
-                beside=self,
+                self._parent, self.device, topology=topology, waits=self.waits, long_work=self.long_work, beside=self
             )
             self._beside[topology].batches = batches
         return self._beside[topology]

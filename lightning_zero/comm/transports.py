@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from lightning_zero.config import Transport as TransportName
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 
 # torch 2.13 still has the older names but warns at every call.
@@ -77,7 +76,7 @@ class Transport(Protocol):
 class PlainTransport(Transport):
     """Sends each logical operation by one library call."""
 
-    def __init__(self, *, exchanges: bool = False) -> None:
+    def __init__(self, *, exchanges: bool) -> None:
         self.exchanges = exchanges
 
     def gather(self, full: Tensor, among: Members) -> Sent:
@@ -218,14 +217,12 @@ class HostTransport(Transport):
         return Sent(sent.works, lambda: out.copy_(sent.finish()))
 
 
-def choose_transport(name: TransportName, backend: str, world_size: int, device: torch.device) -> Transport:
-    """Return the transport for ``name``, the value of ``zero.comm.transport``. ``auto`` takes ``direct`` on gloo with
-    up to :data:`DIRECT_MAX_RANKS` ranks, else ``plain``, which, with up to :data:`EXCHANGE_MAX_RANKS` ranks, reduces
-    gradients narrower than their sum by an all-to-all. For a GPU over gloo, a :class:`HostTransport` wraps either."""
-    host_side, auto = backend == "gloo", name is TransportName.auto
-    transport: Transport
-    if name is TransportName.direct or (auto and host_side and world_size <= DIRECT_MAX_RANKS):
+def choose_transport(backend: str, world_size: int, device: torch.device) -> Transport:
+    """Return a :class:`DirectTransport` for gloo with up to :data:`DIRECT_MAX_RANKS` ranks, else a
+    :class:`PlainTransport`, which, with up to :data:`EXCHANGE_MAX_RANKS` ranks, reduces gradients narrower than their
+    sum by an all-to-all. For a GPU over gloo, a :class:`HostTransport` wraps either."""
+    host_side = backend == "gloo"
+    transport: Transport = PlainTransport(exchanges=world_size <= EXCHANGE_MAX_RANKS)
+    if host_side and world_size <= DIRECT_MAX_RANKS:
         transport = DirectTransport()
-    else:
-        transport = PlainTransport(exchanges=auto and world_size <= EXCHANGE_MAX_RANKS)
     return HostTransport(transport) if host_side and device.type != "cpu" else transport

@@ -34,7 +34,6 @@ from lightning_zero.config.names import Sharding as Sharding
 from lightning_zero.config.names import Stage as Stage
 from lightning_zero.config.names import StateDtype as StateDtype
 from lightning_zero.config.names import TensorStyle as TensorStyle
-from lightning_zero.config.names import Transport as Transport
 from lightning_zero.config.names import choose as choose
 from lightning_zero.config.names import nearest as nearest
 from lightning_zero.config.rows import allowed_rows as allowed_rows

@@ -18,7 +18,6 @@ from lightning_zero.config.names import (
     Sharding,
     Stage,
     StateDtype,
-    Transport,
     nearest,
 )
 from lightning_zero.config.values import MIB, NBytes, check_types, positive
@@ -230,8 +229,6 @@ class CommConfig:
     """Group ``zero/comm``: how messages are sent.
 
     Attributes:
-        transport: ``plain`` uses all-gather and reduce-scatter of NCCL or gloo; ``direct`` gathers by broadcasts and
-            reduces by an all-to-all and a local sum, several times faster on gloo with few ranks; ``auto`` chooses.
         hybrid_shard: ``flat`` shards over all ranks; ``node`` within each node, with replicas across nodes, so that
             gathers stay within nodes but shards are larger; ``node_backward`` shards over all ranks, but each node
             keeps a copy of every unit after its forward, for the backward's gathers. ``auto`` takes ``node`` on several
@@ -241,18 +238,11 @@ class CommConfig:
             needed. See ``docs/communication.md``.
     """
 
-    transport: Transport = Transport.auto
     hybrid_shard: HybridShard = HybridShard.auto
     grad_comm_dtype: GradCommDtype = GradCommDtype.auto
 
     def __post_init__(self) -> None:
         check_types("zero.comm", self)
-        if self.grad_comm_dtype is GradCommDtype.bf16 and self.transport is Transport.plain:
-            raise ConfigError(
-                "zero.comm.grad_comm_dtype: expected auto or full with zero.comm.transport=plain (the library adds in "
-                "the dtype in which it sends), got bf16. Choose zero.comm.transport=auto or direct, or drop "
-                "zero.comm.grad_comm_dtype."
-            )
 
 
 @dataclass(kw_only=True, slots=True)

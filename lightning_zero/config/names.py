@@ -114,12 +114,6 @@ class Compile(Enum):
     blocks = "blocks"
 
 
-class Transport(Enum):
-    auto = "auto"
-    plain = "plain"
-    direct = "direct"
-
-
 class GradCommDtype(Enum):
     auto = "auto"
     full = "full"

@@ -180,9 +180,7 @@ class Engine:
                 sources = {**together(group, waits, "finding first values", find), **(sources or {})}
             agree_on_sources(sources or {}, group, waits)
             topology = capacity.find_topology(groups, config, group, device, node, waits)
-            self.comm = Communicator(
-                group, device, transport=config.comm.transport, topology=topology, waits=waits, long_work=long_work
-            )
+            self.comm = Communicator(group, device, topology=topology, waits=waits, long_work=long_work)
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             self.tiers, rows = capacity.make_tiers(groups, config, self.comm, _instances(), share)
             self.units = Units(build_units(module, groups, config, self.comm, rows, self.tiers, sources))

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_zero.config import CommConfig, ConfigError, GradCommDtype, Transport, ZeroConfig
+from lightning_zero.config import CommConfig, ConfigError, GradCommDtype, ZeroConfig
 
 EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would be too small
 
@@ -118,8 +118,7 @@ def check_nodes(nodes: int, ranks: int) -> None:
 
 def check_exchange(topology: Topology, comm: CommConfig) -> None:
     """Raise ConfigError if gradients are to be sent in bf16 but too many ranks share shards."""
-    auto = comm.transport is Transport.auto
-    if comm.grad_comm_dtype is GradCommDtype.bf16 and auto and topology.shard_size > EXCHANGE_MAX_RANKS:
+    if comm.grad_comm_dtype is GradCommDtype.bf16 and topology.shard_size > EXCHANGE_MAX_RANKS:
         raise ConfigError(
             f"zero.comm.grad_comm_dtype: expected auto or full where more than {EXCHANGE_MAX_RANKS} ranks share shards "
             f"(an all-to-all would be many small messages), got bf16 with {topology.shard_size}. Choose "

@@ -33,19 +33,20 @@ from lightning_zero.comm.transports import (
     Transport,
     choose_transport,
 )
-from lightning_zero.config import Transport as TransportName
-from lightning_zero.planning.topology import by_part, flat, in_levels, rounds_of
+from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, by_part, flat, in_levels, rounds_of
 from lightning_zero.ranks.waits import StallError, Waits
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
+TRANSPORTS = [DirectTransport(), PlainTransport(exchanges=True)]
 
 
 @contextmanager
-def communicator(**settings: Any) -> Iterator[Communicator]:
+def communicator(transport: Transport | None = None, **settings: Any) -> Iterator[Communicator]:
     comm = Communicator(dist.group.WORLD, CPU, **settings)
+    comm._transport = transport or comm._transport
     try:
         yield comm
     finally:
@@ -59,10 +60,10 @@ def _input(rank: int, world: int, dtype: torch.dtype, n: int = 512) -> Tensor:
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("transport", [TransportName.plain, TransportName.direct])
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=["direct", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gather_fills_every_slice_in_place(transport: TransportName, dtype: torch.dtype) -> None:
-    with communicator(transport=transport) as comm:
+def test_gather_fills_every_slice_in_place(transport: Transport, dtype: torch.dtype) -> None:
+    with communicator(transport) as comm:
         full = torch.zeros(comm.world_size * 512, dtype=dtype)
         own = slice(comm.rank * 512, (comm.rank + 1) * 512)
         full[own] = _input(comm.rank, comm.world_size, dtype)[own]
@@ -76,13 +77,13 @@ def test_gather_fills_every_slice_in_place(transport: TransportName, dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_transports_reduce_alike(dtype: torch.dtype) -> None:
     found = []
-    for transport in (TransportName.plain, TransportName.direct):
-        with communicator(transport=transport) as comm:
+    for transport in TRANSPORTS:
+        with communicator(transport) as comm:
             world, rank = comm.world_size, comm.rank
             found.append(comm.reduce_scatter(_input(rank, world, dtype), "x").finish().clone())
     own = slice(rank * 512, (rank + 1) * 512)
     first, *others = (_input(other, world, dtype) for other in range(world))
-    assert torch.equal(found[1], sum(others, first)[own])  # in rank order
+    assert torch.equal(found[0], sum(others, first)[own])  # in rank order
     if world <= 2:
         assert torch.equal(found[0], found[1])
     elif dtype is not torch.bfloat16:  # where one rounding is a hundredth
@@ -156,17 +157,17 @@ def test_copies_through_host_memory_wait_no_longer_than_others(kind: str) -> Non
 
 
 def test_transport_is_chosen_by_backend_and_ranks() -> None:
-    auto, direct, plain = TransportName.auto, TransportName.direct, TransportName.plain
     expected = {
-        (auto, "gloo", 2, "cpu"): DirectTransport,
-        (auto, "gloo", DIRECT_MAX_RANKS + 1, "cpu"): PlainTransport,
-        (auto, "gloo", 2, "cuda"): HostTransport,
-        (auto, "nccl", 2, "cuda"): PlainTransport,
-        (direct, "nccl", 64, "cuda"): DirectTransport,
-        (plain, "gloo", 2, "cpu"): PlainTransport,
+        ("gloo", DIRECT_MAX_RANKS, "cpu"): (DirectTransport, True),
+        ("gloo", DIRECT_MAX_RANKS + 1, "cpu"): (PlainTransport, True),
+        ("gloo", EXCHANGE_MAX_RANKS + 1, "cpu"): (PlainTransport, False),
+        ("gloo", 2, "cuda"): (HostTransport, True),
+        ("nccl", EXCHANGE_MAX_RANKS, "cuda"): (PlainTransport, True),
+        ("nccl", EXCHANGE_MAX_RANKS + 1, "cuda"): (PlainTransport, False),
     }
-    for (name, backend, world, device), kind in expected.items():
-        assert type(choose_transport(name, backend, world, torch.device(device))) is kind
+    for (backend, world, device), found in expected.items():
+        transport = choose_transport(backend, world, torch.device(device))
+        assert (type(transport), transport.exchanges) == found
 
 
 # -- what a closed communicator leaves --------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def test_only_what_all_ranks_have_issued_is_waited_for() -> None:
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("chunk", [100, 512, 1 << 18])
-@pytest.mark.parametrize("transport", [DirectTransport(), PlainTransport(exchanges=True)], ids=["direct", "plain"])
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=["direct", "plain"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_parts_are_added_in_rank_order(transport: Transport, dtype: torch.dtype, chunk: int) -> None:
     os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = "1"
@@ -245,8 +246,7 @@ def test_parts_are_added_in_rank_order(transport: Transport, dtype: torch.dtype,
     expected = sum(inputs[1:], inputs[0]) * 0.25
     own = slice(rank * 512, (rank + 1) * 512)
     for inner in (transport, HostTransport(transport)):
-        with communicator() as comm, mock.patch("lightning_zero.comm.transports.SUM_CHUNK", chunk):
-            comm._transport = inner
+        with communicator(inner) as comm, mock.patch("lightning_zero.comm.transports.SUM_CHUNK", chunk):
             assert comm.exchanges
             full = inputs[rank].to(dtype, copy=True)
             part = comm.reduce_scatter(full, "x", factor=0.25, total_dtype=torch.float32).finish()

@@ -70,7 +70,6 @@ OTHERS = [
             {"keep_gathered_bytes": 1200},
             {"dynamic_graph": True},
             {"activation_checkpointing": "blocks"},
-            {"comm": {"transport": "direct"}},
         )
     ),
     *(Case(stage, ranks=1, steps=MIXED, even_alone=True) for stage in (0, 1, 3)),

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_zero
 from lightning_zero.comm import communicator, transports
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.transports import choose_transport
-from lightning_zero.config import ConfigError, Transport, make_config
+from lightning_zero.config import ConfigError, make_config
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.planning.speed import sent_by
@@ -164,7 +163,6 @@ def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
         {"precision": "fp32"},
         {"precision": "bf16_true"},
         {"precision": {"name": "bf16", "reduce_dtype": "bf16"}},
-        {"precision": "bf16", "comm": {"transport": "plain"}},
     ):
         with sent_dtypes() as kinds:
             trained(Model, accumulated(), "auto", steps=1, **config)
@@ -307,17 +305,6 @@ def test_sums_over_two_nodes_have_the_same_bits_at_all_stages_and_in_all_ways_to
         assert_equal(found[0], other)
 
 
-@pytest.mark.parametrize(("name", "backend", "world", "exchanges"), [
-    ("auto", "gloo", 32, True),
-    ("auto", "nccl", EXCHANGE_MAX_RANKS, True),
-    ("auto", "nccl", EXCHANGE_MAX_RANKS + 1, False),
-    ("plain", "nccl", 2, False),
-    ("direct", "nccl", 2, True),
-])  # fmt: skip
-def test_an_all_to_all_is_for_groups_of_some_ranks(name: str, backend: str, world: int, exchanges: bool) -> None:
-    assert choose_transport(Transport(name), backend, world, torch.device("cpu")).exchanges is exchanges
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +313,6 @@ def test_an_all_to_all_is_for_groups_of_some_ranks(name: str, backend: str, worl
     ("fp16", {}, r"zero/precision=fp16"),
     ("bf16_true", {}, r"reduce_dtype=bf16, that of the weights"),
     ({"name": "bf16", "reduce_dtype": "bf16"}, {}, r"reduce_dtype=bf16 .*got bf16"),
-    ("bf16", {"transport": "plain"}, r"zero\.comm\.transport=plain .*got bf16"),
     ("fp32", {"grad_comm_dtype": "int8"}, r"expected one of auto, full, bf16, got 'int8'"),
 ])  # fmt: skip
 def test_a_wire_that_would_lose_digits_is_refused(precision: Any, comm: dict[str, str], words: str) -> None:

@@ -333,7 +333,7 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         "activation_checkpointing": settings.recompute,
         "vertical_chunks": settings.vertical_chunks,
         "reduce_bucket_bytes": settings.reduce_bucket_bytes,
-        "comm": {"transport": settings.transport, "grad_comm_dtype": settings.grad_comm_dtype},
+        "comm": {"grad_comm_dtype": settings.grad_comm_dtype},
     }
     if "nvme" in settings.offload or settings.offload == "auto":
         found["offload"]["nvme_path"] = folder

@@ -137,7 +137,6 @@ def _settings(draw: DrawFn, model: p.Model, world: int) -> p.Settings:
         prefetch_bytes=draw(st.sampled_from([10**6, 0, 1, 500])),
         keep_gathered_bytes=draw(st.sampled_from([0, 0, 700, 10**6])) if stage == 3 else 0,
         reduce_bucket_bytes=draw(st.sampled_from([10**6, 500, 100])),
-        transport=draw(st.sampled_from(["auto", "plain", "direct"])),
         grad_comm_dtype=draw(st.sampled_from(["auto", "full"])),
         dynamic_graph=draw(_rarely()) if stage == 3 else False,
         ranks_per_node=draw(_rarely()) * (world // 2),
@@ -191,8 +190,6 @@ def _comparable(program: p.Program) -> p.Program:
         (node.kind == "Layer" and node.n % 4 > 1) or (node.kind in ("Row", "KeepsALoss") and node.n) for node in nodes
     ):
         settings = replace(settings, vertical_chunks=1)
-    if program.raises_alone:
-        settings = replace(settings, transport="direct")
     if program.raises_alone or program.ranks_differ:
         program = replace(program, model=replace(program.model, body=_unwatched(program.model.body)))
         classes = tuple("Line" if name == "Clamped" else name for name in settings.classes)

@@ -38,7 +38,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     },
     "unit.classes": {"unit": {"classes": ["Linear"]}},
     "unit.sizes": {"unit": {"max_bytes": 1 << 20}},
-    "comm": {"comm": {"transport": "direct", "hybrid_shard": "flat"}},
+    "comm": {"comm": {"hybrid_shard": "flat"}},
     "optimizer": {"optimizer": {"sharding": "slices"}},
     "compile": {"compile": {"name": "blocks", "arguments": {"backend": "eager", "dynamic": False}}},
     "prefetch_bytes": {"prefetch_bytes": 0},

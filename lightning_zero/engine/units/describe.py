@@ -22,7 +22,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_zero.comm.agreements import gather_objects
-from lightning_zero.config import ConfigError, DType, GradCommDtype, Precision, Recompute, Transport, ZeroConfig
+from lightning_zero.config import ConfigError, DType, GradCommDtype, Precision, Recompute, ZeroConfig
 from lightning_zero.engine.units.bucket import Dtypes
 from lightning_zero.engine.units.packed import is_packed, refuse_unpackable, tensors_beside
 from lightning_zero.engine.units.param import ParamInfo, classes_of, find_owner, strides_of
@@ -258,9 +258,7 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
     bf16, fp32 = torch.bfloat16, torch.float32
-    if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.comm.transport is Transport.plain:
-        return dtypes
-    if config.vertical_chunks > 1:  # chunks are summed in fp32
+    if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.vertical_chunks > 1:  # chunks are summed in fp32
         return dtypes
     wire = fp32 if config.comm.grad_comm_dtype is GradCommDtype.full else bf16
     return replace(dtypes, wire=wire, exchanged=True)
