@@ -39,7 +39,6 @@ MORE = {
     "zero/offload": "offload.md",
     "zero.offload": "offload.md#the-folder-for-files",
     "zero/comm": "communication.md#nodes",
-    "zero.comm.grad_comm_dtype": "communication.md#gradients-in-bf16-sums-in-fp32",
     "zero.comm.hybrid_shard": "communication.md#nodes",
     "zero/checkpoint": "checkpoints.md",
     "zero.checkpoint.background": "checkpoints.md#behind-training",

@@ -71,7 +71,7 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
     ({"stall_timeout_s": float("nan")}, "zero.stall_timeout_s: expected a number", "nan"),
     ({"dynamic_graph": 1}, "zero.dynamic_graph: expected true or false", "1"),
     ({"unit": {"clases": []}}, "zero.unit.clases", "Did you mean classes?"),
-    ({"comm": {"grad_dtype": "full"}}, "zero.comm.grad_dtype: no such setting", "Did you mean grad_comm_dtype?"),
+    ({"comm": {"hybrid_shards": "flat"}}, "zero.comm.hybrid_shards: no such setting", "Did you mean hybrid_shard?"),
 ])  # fmt: skip
 def test_a_bad_value_names_the_key_and_what_it_got(settings: dict[str, Any], key: str, got: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -1,5 +1,5 @@
-"""Stages of the engine: with a row of offload, units that stay gathered, gradients that travel in fp32, or compiled
-(``zero3+optimizer_cpu``, ``zero3+keep``, ``zero3+full_wire``)."""
+"""Stages of the engine: with a row of offload, units that stay gathered, or compiled (``zero3+optimizer_cpu``,
+``zero3+keep``)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ def build(name: str, model: nn.Module, precision: str) -> Side:
     settings: dict[str, Any] = {}
     if option == "keep":
         settings = {"keep_gathered_bytes": 1 << 40}
-    elif option == "full_wire":
-        settings = {"comm": {"grad_comm_dtype": "full"}}
     elif option:
         settings = {"offload": option}  # a row of zero/offload
     if name.endswith(COMPILED):

@@ -16,7 +16,6 @@ from lightning_zero.config.groups import OffloadConfig as OffloadConfig
 from lightning_zero.config.groups import OptimizerConfig as OptimizerConfig
 from lightning_zero.config.groups import PrecisionConfig as PrecisionConfig
 from lightning_zero.config.groups import UnitConfig as UnitConfig
-from lightning_zero.config.groups import check_grad_comm_dtype as check_grad_comm_dtype
 from lightning_zero.config.groups import check_rounding as check_rounding
 from lightning_zero.config.groups import check_state_dtype as check_state_dtype
 from lightning_zero.config.names import CheckpointFormat as CheckpointFormat
@@ -24,7 +23,6 @@ from lightning_zero.config.names import Compile as Compile
 from lightning_zero.config.names import ConfigError as ConfigError
 from lightning_zero.config.names import DType as DType
 from lightning_zero.config.names import Float8 as Float8
-from lightning_zero.config.names import GradCommDtype as GradCommDtype
 from lightning_zero.config.names import HybridShard as HybridShard
 from lightning_zero.config.names import LossMean as LossMean
 from lightning_zero.config.names import Offload as Offload
@@ -44,7 +42,6 @@ from lightning_zero.config.rows import is_decided as is_decided
 from lightning_zero.config.rows import make_config as make_config
 from lightning_zero.config.rows import with_rows as with_rows
 from lightning_zero.config.settings import ZeroConfig as ZeroConfig
-from lightning_zero.config.settings import check_accumulation as check_accumulation
 from lightning_zero.config.settings import check_hybrid_shard as check_hybrid_shard
 from lightning_zero.config.settings import check_prefetch as check_prefetch
 from lightning_zero.config.settings import check_rows as check_rows

@@ -11,7 +11,6 @@ from lightning_zero.config.names import (
     ConfigError,
     DType,
     Float8,
-    GradCommDtype,
     HybridShard,
     Offload,
     Precision,
@@ -57,26 +56,6 @@ def check_state_dtype(state: StateDtype, precision: Precision) -> None:
             f"{precision.name}, where state is of two bytes already, got bf16. Drop zero.optimizer.state_dtype, or "
             "choose zero/precision=bf16."
         )
-
-
-def check_grad_comm_dtype(wire: GradCommDtype, precision: Precision, reduce_dtype: DType | None) -> None:
-    """Raise ConfigError for sending gradients in bf16 unless autograd makes them in bf16 and ranks sum them in fp32."""
-    if wire is not GradCommDtype.bf16:
-        return
-    mixed = precision is Precision.bf16 or (precision is Precision.bf16_true and reduce_dtype is DType.fp32)
-    if mixed and reduce_dtype is not DType.bf16:
-        return
-    if precision in (Precision.bf16, Precision.bf16_true):
-        given = reduce_dtype.name if reduce_dtype is not None else "bf16, that of the weights"
-        raise ConfigError(
-            f"zero.comm.grad_comm_dtype: expected auto or full with zero.precision.reduce_dtype={given} (gradients "
-            "travel in bf16 then, and are summed in it), got bf16. Choose zero.precision.reduce_dtype=fp32, or drop "
-            "zero.comm.grad_comm_dtype."
-        )
-    raise ConfigError(
-        f"zero.comm.grad_comm_dtype: expected auto or full with zero/precision={precision.name} (gradients are not "
-        "made in bf16, and would lose digits), got bf16. Choose zero/precision=bf16, or drop zero.comm.grad_comm_dtype."
-    )
 
 
 PLAIN_LAYERS = ["*head", "*output"]
@@ -233,13 +212,9 @@ class CommConfig:
             gathers stay within nodes but shards are larger; ``node_backward`` shards over all ranks, but each node
             keeps a copy of every unit after its forward, for the backward's gathers. ``auto`` takes ``node`` on several
             nodes of equal size if at most half of the memory is used, else ``flat``.
-        grad_comm_dtype: dtype in which bf16 gradients are sent if they are summed in fp32. ``auto``: bf16 wherever the
-            sums are the same as with ``full``; ``full``: fp32; ``bf16``: as ``auto``, but an error where fp32 would be
-            needed. See ``docs/communication.md``.
     """
 
     hybrid_shard: HybridShard = HybridShard.auto
-    grad_comm_dtype: GradCommDtype = GradCommDtype.auto
 
     def __post_init__(self) -> None:
         check_types("zero.comm", self)

@@ -114,12 +114,6 @@ class Compile(Enum):
     blocks = "blocks"
 
 
-class GradCommDtype(Enum):
-    auto = "auto"
-    full = "full"
-    bf16 = "bf16"
-
-
 class Sharding(Enum):
     """Whether a rank steps slices of parameters or whole tensors."""
 

@@ -13,19 +13,15 @@ from lightning_zero.config.groups import (
     PrecisionConfig,
     StageConfig,
     UnitConfig,
-    check_grad_comm_dtype,
     check_state_dtype,
 )
 from lightning_zero.config.names import (
     Compile,
     ConfigError,
-    DType,
     Float8,
-    GradCommDtype,
     HybridShard,
     LossMean,
     Offload,
-    Precision,
     Recompute,
     Stage,
     StateDtype,
@@ -127,8 +123,6 @@ class ZeroConfig:
                 "replays kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
                 f"{self.compile.arguments}. Change zero.compile.arguments, or choose zero/stage=zero2."
             )
-        if self.precision.name is not None:
-            check_grad_comm_dtype(self.comm.grad_comm_dtype, self.precision.name, self.precision.reduce_dtype)
 
     def _check_sequence_parallel(self) -> None:
         if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
@@ -183,12 +177,6 @@ class ZeroConfig:
                 f"keep their inputs only, and compute the rest again), got {self.vertical_chunks}. Set "
                 "zero.activation_checkpointing=blocks, or offload, or drop zero.vertical_chunks."
             )
-        if self.vertical_chunks > 1 and self.comm.grad_comm_dtype is GradCommDtype.bf16:
-            raise ConfigError(
-                "zero.comm.grad_comm_dtype: expected auto or full with zero.vertical_chunks above 1 (gradients of the "
-                "parts are added in fp32 before they travel), got bf16. Drop zero.comm.grad_comm_dtype or "
-                "zero.vertical_chunks."
-            )
         if self.unit.whole_batch and self.vertical_chunks == 1:
             raise ConfigError(
                 "zero.unit.whole_batch has no effect with zero.vertical_chunks=1. Drop it, or set zero.vertical_chunks."
@@ -202,23 +190,6 @@ def check_prefetch(config: ZeroConfig) -> None:
             "zero.prefetch_bytes: expected its default (parameters are gathered ahead at stage 3 only), got "
             f"{config.prefetch_bytes} with zero/stage={config.stage.name.name}. Choose zero/stage=zero3, or drop "
             "zero.prefetch_bytes."
-        )
-
-
-def check_accumulation(config: ZeroConfig) -> None:
-    """Raise ConfigError for bf16 messages at stages 0 and 1 if gradients accumulate in fp32 before they are sent."""
-    precision = config.precision
-    adds_up_in_bf16 = precision.name is Precision.bf16_true or precision.grad_dtype is DType.bf16
-    if (
-        config.comm.grad_comm_dtype is GradCommDtype.bf16
-        and config.stage.name in (Stage.zero0, Stage.zero1)
-        and not adds_up_in_bf16
-    ):
-        raise ConfigError(
-            "zero.comm.grad_comm_dtype: expected auto or full where backwards add up before they are reduced "
-            f"(accumulate_grad_batches, no_sync, at zero/stage={config.stage.name.name}: their sum is fp32, and bf16 "
-            "would lose its digits), got bf16. Choose zero/stage=zero2 or zero3, which reduce each backward, or "
-            "zero.comm.grad_comm_dtype=auto."
         )
 
 

@@ -16,7 +16,6 @@ from lightning_zero.config import (
     Precision,
     Recompute,
     ZeroConfig,
-    check_grad_comm_dtype,
     check_rounding,
     check_state_dtype,
     make_folder,
@@ -38,7 +37,6 @@ def describe_checked(
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
     check_rounding(config.precision.stochastic_rounding, precision)
     check_state_dtype(config.optimizer.state_dtype, precision)
-    check_grad_comm_dtype(config.comm.grad_comm_dtype, precision, config.precision.reduce_dtype)
     check_compiler(config.compile)
     make_folder("zero.timeline", config.timeline)
     groups = describe.describe_units(module, config, precision)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_zero.config import CommConfig, ConfigError, GradCommDtype, ZeroConfig
+from lightning_zero.config import ConfigError, ZeroConfig
 
 EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would be too small
 
@@ -114,16 +114,6 @@ def check_nodes(nodes: int, ranks: int) -> None:
         f"zero.comm.hybrid_shard=node_backward: expected several nodes of several ranks each, got {got}"
         f"{'' if nodes == 1 else ' rank on each'} ({why}). Set zero.comm.hybrid_shard=flat."
     )
-
-
-def check_exchange(topology: Topology, comm: CommConfig) -> None:
-    """Raise ConfigError if gradients are to be sent in bf16 but too many ranks share shards."""
-    if comm.grad_comm_dtype is GradCommDtype.bf16 and topology.shard_size > EXCHANGE_MAX_RANKS:
-        raise ConfigError(
-            f"zero.comm.grad_comm_dtype: expected auto or full where more than {EXCHANGE_MAX_RANKS} ranks share shards "
-            f"(an all-to-all would be many small messages), got bf16 with {topology.shard_size}. Choose "
-            "zero/comm=node, or drop zero.comm.grad_comm_dtype."
-        )
 
 
 def is_even(names: Sequence[str]) -> bool:

@@ -15,16 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
-from lightning_zero.config import (
-    ConfigError,
-    LossMean,
-    ZeroConfig,
-    check_accumulation,
-    for_layout,
-    is_decided,
-    parse_bytes,
-    with_rows,
-)
+from lightning_zero.config import ConfigError, LossMean, ZeroConfig, for_layout, is_decided, parse_bytes, with_rows
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.passes.compiled import find_compiler, needs_compiler
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
@@ -329,8 +320,6 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             split_module(self.lightning_module, self.config, self.root_device)  # first, as its parts are planned
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = engine_of(self.model) is not None  # from an earlier run, whatever its settings
-        if fitting and trainer.accumulate_grad_batches > 1:
-            check_accumulation(with_precision(self.config, self.precision_plugin.row))
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)

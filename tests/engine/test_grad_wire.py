@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +21,10 @@ from torch.utils.checkpoint import checkpoint
 import lightning_zero
 from lightning_zero.comm import communicator, transports
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import ConfigError, make_config
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
+from lightning_zero.engine.units import describe
 from lightning_zero.planning.speed import sent_by
-from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, check_exchange, flat
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 from tests.engine.sides import Sharded, Work, sgd
 from tests.engine.support import assert_equal, in_pairs
@@ -55,20 +55,25 @@ def sent_dtypes() -> Iterator[list[tuple[torch.dtype, torch.dtype | None]]]:
         yield found
 
 
+@contextlib.contextmanager
+def in_wire(wire: str) -> Iterator[None]:
+    """In the body, modules that are sharded send gradients in fp32 under ``full``."""
+    narrow = describe._with_wire
+
+    def full(*args: Any) -> describe.Dtypes:
+        dtypes = narrow(*args)
+        return replace(dtypes, wire=dtypes.reduce)
+
+    with mock.patch.object(describe, "_with_wire", full) if wire == "full" else contextlib.nullcontext():
+        yield
+
+
 def trained(
-    build: Callable[[], nn.Module],
-    work: Work,
-    wire: str,
-    *,
-    comm: dict[str, Any] | None = None,
-    steps: int = 3,
-    clip: bool = False,
-    **config: Any,
+    build: Callable[[], nn.Module], work: Work, wire: str, *, steps: int = 3, clip: bool = False, **config: Any
 ) -> list[Any]:
     """What is found in a training in bf16."""
     torch.manual_seed(3)
-    config = {"precision": "bf16", "comm": {"grad_comm_dtype": wire, **(comm or {})}, **config}
-    with Sharded(build(), **config) as side:
+    with in_wire(wire), Sharded(build(), **{"precision": "bf16", **config}) as side:
         return history(side, work, steps=steps, clip=clip)
 
 
@@ -127,8 +132,7 @@ def test_sums_of_two_chunks_are_sent_in_fp32() -> None:
 
 def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[int, Any]:
     """Bytes of reductions that a rank receives in a step, and what the plan says of them."""
-    config = {"precision": WHOLE_BF16, **config, "comm": {"grad_comm_dtype": wire, **config.get("comm", {})}}
-    with Sharded(Model(), stage=stage, **config) as side:
+    with in_wire(wire), Sharded(Model(), stage=stage, **{"precision": WHOLE_BF16, **config}) as side:
         recorder = recording.listen(accelerator_of(torch.device("cpu")))
         before = recorder.moved["reduce"]
         train(side, [0], accumulated(micro_batches))
@@ -157,7 +161,7 @@ def test_half_of_the_bytes_are_sent(stage: int, micro_batches: int, part: float)
 def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
     """Norms keep fp32 by default; under other rows nothing changes."""
     with sent_dtypes() as kinds:
-        trained(Model, accumulated(), "bf16")
+        trained(Model, accumulated(), "auto")
     assert set(kinds) == {(torch.bfloat16, torch.float32), (torch.float32, None)}
     for config in (
         {"precision": "fp32"},
@@ -305,40 +309,11 @@ def test_sums_over_two_nodes_have_the_same_bits_at_all_stages_and_in_all_ways_to
         assert_equal(found[0], other)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("precision", "comm", "words"), [
-    ("fp32", {}, r"zero/precision=fp32 .*got bf16\. Choose zero/precision=bf16"),
-    ("fp16", {}, r"zero/precision=fp16"),
-    ("bf16_true", {}, r"reduce_dtype=bf16, that of the weights"),
-    ({"name": "bf16", "reduce_dtype": "bf16"}, {}, r"reduce_dtype=bf16 .*got bf16"),
-    ("fp32", {"grad_comm_dtype": "int8"}, r"expected one of auto, full, bf16, got 'int8'"),
-])  # fmt: skip
-def test_a_wire_that_would_lose_digits_is_refused(precision: Any, comm: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError, match=rf"grad_comm_dtype: .*{words}"):
-        make_config(precision=precision, comm={"grad_comm_dtype": "bf16", **comm})
-    if precision == "fp32":  # also where that is known later
-        with pytest.raises(ConfigError, match=words):
-            lightning_zero.shard(Model(), device="cpu", comm={"grad_comm_dtype": "bf16", **comm})
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_sums_of_backwards_are_refused_before_the_first(stage: int) -> None:
-    said = rf"grad_comm_dtype: .*zero/stage=zero{stage}.*Choose zero/stage=zero2"
-    with (
-        Sharded(Model(), stage=stage, precision="bf16", comm={"grad_comm_dtype": "bf16"}) as side,
-        pytest.raises(ConfigError, match=said),
-    ):
-        side.no_sync()
+def test_sums_of_backwards_in_bf16_are_sent_so(stage: int) -> None:
     narrow = {"name": "bf16", "grad_dtype": "bf16"}  # they are added in bf16, as was asked for
-    found = [trained(Model, accumulated(2), wire, stage=stage, precision=narrow) for wire in ("full", "bf16")]
+    with sent_dtypes() as kinds:
+        found = [trained(Model, accumulated(2), wire, stage=stage, precision=narrow) for wire in WIRES]
     assert_equal(*found)
-
-
-def test_many_ranks_are_refused() -> None:
-    comm = make_config(comm={"grad_comm_dtype": "bf16"}, precision="bf16").comm
-    check_exchange(flat(EXCHANGE_MAX_RANKS), comm)
-    with pytest.raises(ConfigError, match=r"grad_comm_dtype: .*more than 64 ranks .*with 65\. Choose zero/comm=node"):
-        check_exchange(flat(EXCHANGE_MAX_RANKS + 1), comm)
+    assert (torch.bfloat16, torch.float32) in kinds

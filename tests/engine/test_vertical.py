@@ -401,7 +401,6 @@ DROPPING = [Dropping(), Dropping()]
     (DROPPING, {"how": "none"}, "activation_checkpointing=blocks, or offload"),
     (DROPPING, {"k": 1, "unit": {"whole_batch": ["Norm"]}}, "has no effect with zero.vertical_chunks=1"),
     (DROPPING, {"k": 0}, "zero.vertical_chunks"),
-    (DROPPING, {"comm": {"grad_comm_dtype": "bf16"}, "precision": "bf16"}, "zero.comm.grad_comm_dtype"),
 ])  # fmt: skip
 def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: dict[str, Any], words: str) -> None:
     module = Layers(*blocks)

@@ -67,7 +67,6 @@ class Settings(Data):
     prefetch_bytes: int = 10**6
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 10**6
-    grad_comm_dtype: str = "auto"
     dynamic_graph: bool = False
     ranks_per_node: int = 0
     plain: bool = False

@@ -333,7 +333,6 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         "activation_checkpointing": settings.recompute,
         "vertical_chunks": settings.vertical_chunks,
         "reduce_bucket_bytes": settings.reduce_bucket_bytes,
-        "comm": {"grad_comm_dtype": settings.grad_comm_dtype},
     }
     if "nvme" in settings.offload or settings.offload == "auto":
         found["offload"]["nvme_path"] = folder
@@ -343,7 +342,7 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         found["dynamic_graph"] = settings.dynamic_graph or program.ranks_differ
         found |= {name: getattr(settings, name) for name in ("keep_gathered_bytes", "prefetch_bytes")}
     if settings.ranks_per_node:
-        found["comm"]["hybrid_shard"] = "node"
+        found["comm"] = {"hybrid_shard": "node"}
         found["node"] = f"node {dist.get_rank() // settings.ranks_per_node}"
     return found
 

@@ -137,7 +137,6 @@ def _settings(draw: DrawFn, model: p.Model, world: int) -> p.Settings:
         prefetch_bytes=draw(st.sampled_from([10**6, 0, 1, 500])),
         keep_gathered_bytes=draw(st.sampled_from([0, 0, 700, 10**6])) if stage == 3 else 0,
         reduce_bucket_bytes=draw(st.sampled_from([10**6, 500, 100])),
-        grad_comm_dtype=draw(st.sampled_from(["auto", "full"])),
         dynamic_graph=draw(_rarely()) if stage == 3 else False,
         ranks_per_node=draw(_rarely()) * (world // 2),
         plain=draw(st.booleans()),
@@ -151,9 +150,9 @@ def programs(draw: DrawFn) -> p.Program:
     world = draw(st.sampled_from([2, 2, 2, 1, 3, 4]))
     model = draw(MODELS)
     settings = draw(_settings(model, world))
-    if draw(_rarely(4)):  # parts of a batch are computed again in any case, and their gradients travel in fp32
+    if draw(_rarely(4)):  # parts of a batch are computed again in any case
         recompute = settings.recompute if settings.recompute != "none" else "blocks"
-        settings = replace(settings, vertical_chunks=ROWS, recompute=recompute, grad_comm_dtype="full")
+        settings = replace(settings, vertical_chunks=ROWS, recompute=recompute)
     program = p.Program(
         model=model,
         actions=draw(ACTIONS),

@@ -305,12 +305,3 @@ def test_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
     module = seeded(Lit)
     module.prepare_data = lambda: time.sleep(2.5)  # on rank 0
     assert fit(ZeroStrategy("zero3", stall_timeout_s=1.0), tmp_path, module, max_epochs=1).losses
-
-
-@pytest.mark.full
-@on_ranks(2)
-def test_accumulation_with_bf16_messages_is_refused_where_gradients_add_up(tmp_path: Path) -> None:
-    comm, settings = {"grad_comm_dtype": "bf16"}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
-    with pytest.raises(ConfigError, match=r"grad_comm_dtype: .*accumulate_grad_batches.*zero/stage=zero1"):
-        fit(ZeroStrategy(1, comm=comm), tmp_path, **settings)
-    fit(ZeroStrategy(2, comm=comm), tmp_path, max_epochs=1, **settings)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
-from lightning_zero.config import Precision, ZeroConfig, check_accumulation
+from lightning_zero.config import Precision, ZeroConfig
 from lightning_zero.device import recording
 from lightning_zero.engine.passes.access import BufferSync, Fence, Writes
 from lightning_zero.engine.passes.bucket_grads import GradSums
@@ -387,9 +387,7 @@ class Passes:
             loss.backward(**kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backwards at stages 0 and 1 do not reduce gradients; at stages 2 and 3 they do.
-        Raises ConfigError if gradients that accumulate in fp32 would be sent in bf16."""
-        check_accumulation(self.config)
+        """Return a context in which backwards at stages 0 and 1 do not reduce gradients; at stages 2 and 3 they do."""
         return self.reducer.no_sync()
 
     @outside_autograd

@@ -32,7 +32,6 @@ from lightning_zero.planning.topology import (
     EXCHANGE_MAX_RANKS,
     Topology,
     by_node,
-    check_exchange,
     flat,
     in_levels,
     is_even,
@@ -291,7 +290,7 @@ def find_topology(
 ) -> Topology:
     """Find out which ranks share shards. `group` has all ranks of the engine, and is None for one rank. Collective.
 
-    Raises ConfigError if nodes do not fit `zero.comm.hybrid_shard`, or ranks are too many for `grad_comm_dtype=bf16`.
+    Raises ConfigError if nodes do not fit `zero.comm.hybrid_shard`.
     """
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
@@ -307,7 +306,6 @@ def find_topology(
         hybrid_shard = HybridShard.node if by_node_fits else HybridShard.flat
     kinds = {HybridShard.node: by_node, HybridShard.node_backward: within_nodes}
     topology = kinds[hybrid_shard](names) if hybrid_shard in kinds else flat(len(names))
-    check_exchange(topology, config.comm)
     exchanges = any(bucket.dtypes.exchanged for unit in groups for bucket in unit.buckets)
     return in_levels(topology, names) if exchanges and topology.shard_size <= EXCHANGE_MAX_RANKS else topology
 

@@ -22,7 +22,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_zero.comm.agreements import gather_objects
-from lightning_zero.config import ConfigError, DType, GradCommDtype, Precision, Recompute, ZeroConfig
+from lightning_zero.config import ConfigError, DType, Precision, Recompute, ZeroConfig
 from lightning_zero.engine.units.bucket import Dtypes
 from lightning_zero.engine.units.packed import is_packed, refuse_unpackable, tensors_beside
 from lightning_zero.engine.units.param import ParamInfo, classes_of, find_owner, strides_of
@@ -257,11 +257,10 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 
 def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
-    bf16, fp32 = torch.bfloat16, torch.float32
-    if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.vertical_chunks > 1:  # chunks are summed in fp32
+    made_narrow = (dtypes.compute, dtypes.reduce) == (torch.bfloat16, torch.float32)
+    if not made_narrow or config.vertical_chunks > 1:  # chunks are summed in fp32
         return dtypes
-    wire = fp32 if config.comm.grad_comm_dtype is GradCommDtype.full else bf16
-    return replace(dtypes, wire=wire, exchanged=True)
+    return replace(dtypes, wire=dtypes.compute, exchanged=True)
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
