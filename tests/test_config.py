@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from lightning_zero.config import (
-    CommConfig,
     ConfigError,
     DType,
-    HybridShard,
     Offload,
     OffloadConfig,
+    OptimizerConfig,
     Precision,
     PrecisionConfig,
     Stage,
+    StateDtype,
     UnitConfig,
     ZeroConfig,
     make_config,
@@ -71,7 +71,6 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
     ({"stall_timeout_s": float("nan")}, "zero.stall_timeout_s: expected a number", "nan"),
     ({"dynamic_graph": 1}, "zero.dynamic_graph: expected true or false", "1"),
     ({"unit": {"clases": []}}, "zero.unit.clases", "Did you mean classes?"),
-    ({"comm": {"hybrid_shards": "flat"}}, "zero.comm.hybrid_shards: no such setting", "Did you mean hybrid_shard?"),
 ])  # fmt: skip
 def test_a_bad_value_names_the_key_and_what_it_got(settings: dict[str, Any], key: str, got: str) -> None:
     with pytest.raises(ConfigError) as error:
@@ -140,12 +139,12 @@ def test_mappings_paths_and_tuples_become_the_dataclasses(tmp_path: Path) -> Non
     config = make_config(
         init_from=tmp_path,
         unit={"classes": ("Block",), "max_bytes": 8},
-        comm=MappingProxyType({"hybrid_shard": "flat"}),
+        optimizer=MappingProxyType({"state_dtype": "int8"}),
         precision={"name": "bf16", "reduce_dtype": "bf16"},
     )
     assert config.init_from == str(tmp_path)
     assert config.unit == UnitConfig(classes=["Block"], max_bytes=8)
-    assert config.comm == CommConfig(hybrid_shard=HybridShard.flat)
+    assert config.optimizer == OptimizerConfig(state_dtype=StateDtype.int8)
     assert config.precision == PrecisionConfig(name=Precision.bf16, reduce_dtype=DType.bf16)
 
 

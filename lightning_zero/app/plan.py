@@ -60,7 +60,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     if nvme is None:
         nvme = shutil.disk_usage(path).free if path and os.path.isdir(path) else 0
     nodes = asked.nodes or config.trainer.get("num_nodes") or 1
-    return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.comm.hybrid_shard)
+    return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.hybrid_shard)
 
 
 # -- the JSON document ------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
     from lightning_zero.app.plan_model import describe
 
     model = describe(config, train.explicit_keys()).model
-    machine = machine_of(config.cluster, asked, config.zero.comm.hybrid_shard)
+    machine = machine_of(config.cluster, asked, config.zero.hybrid_shard)
     settings = config.zero.offload
     if not is_decided(config.zero):
         candidates = [(stage, row.name, row) for stage, row in candidate_rows(config.zero)]

@@ -10,7 +10,6 @@
 """
 
 from lightning_zero.config.groups import CheckpointConfig as CheckpointConfig
-from lightning_zero.config.groups import CommConfig as CommConfig
 from lightning_zero.config.groups import CompileConfig as CompileConfig
 from lightning_zero.config.groups import OffloadConfig as OffloadConfig
 from lightning_zero.config.groups import OptimizerConfig as OptimizerConfig

@@ -11,7 +11,6 @@ from lightning_zero.config.names import (
     ConfigError,
     DType,
     Float8,
-    HybridShard,
     Offload,
     Precision,
     Sharding,
@@ -201,23 +200,6 @@ class UnitConfig:
     def __post_init__(self) -> None:
         check_types("zero.unit", self)
         positive("zero.unit.max_bytes", self.max_bytes)
-
-
-@dataclass(kw_only=True, slots=True)
-class CommConfig:
-    """Group ``zero/comm``: how messages are sent.
-
-    Attributes:
-        hybrid_shard: ``flat`` shards over all ranks; ``node`` within each node, with replicas across nodes, so that
-            gathers stay within nodes but shards are larger; ``node_backward`` shards over all ranks, but each node
-            keeps a copy of every unit after its forward, for the backward's gathers. ``auto`` takes ``node`` on several
-            nodes of equal size if at most half of the memory is used, else ``flat``.
-    """
-
-    hybrid_shard: HybridShard = HybridShard.auto
-
-    def __post_init__(self) -> None:
-        check_types("zero.comm", self)
 
 
 @dataclass(kw_only=True, slots=True)

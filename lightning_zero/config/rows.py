@@ -89,7 +89,7 @@ def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
     given = config.offload
     path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     found = []
-    for stage, offload in allowed_rows(config.comm.hybrid_shard):
+    for stage, offload in allowed_rows(config.hybrid_shard):
         is_wanted = config.stage.name in (stage, Stage.auto) and given.name in (offload, Offload.auto)
         if is_wanted and (path or not offload.uses_files):
             row = with_rows(make_config(for_layout(config), stage=stage), offload=offload, settings=given)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from lightning_zero.config.groups import (
     CheckpointConfig,
-    CommConfig,
     CompileConfig,
     OffloadConfig,
     OptimizerConfig,
@@ -47,6 +46,10 @@ class ZeroConfig:
             the backward; ``offload``: these inputs also wait in host memory.
         vertical_chunks: number of parts of the batch; all parts go through a unit, one after the other, before the next
             unit (vertical accumulation), so that one gather serves all. Needs ``activation_checkpointing``.
+        hybrid_shard: ``flat`` shards over all ranks; ``node`` within each node, with replicas across nodes, so that
+            gathers stay within nodes but shards are larger; ``node_backward`` shards over all ranks, but each node
+            keeps a copy of every unit after its forward, for the backward's gathers. ``auto`` takes ``node`` on several
+            nodes of equal size if at most half of the memory is used, else ``flat``.
         dynamic_graph: ranks may take different paths through the model; they agree on every gather by a small message.
         init_from: a folder with Hugging Face safetensors files for the initial parameters, also of a module on the meta
             device. A loaded checkpoint takes precedence.
@@ -69,7 +72,6 @@ class ZeroConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     unit: UnitConfig = field(default_factory=UnitConfig)
-    comm: CommConfig = field(default_factory=CommConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -78,6 +80,7 @@ class ZeroConfig:
     reduce_bucket_bytes: NBytes = 256 * MIB
     activation_checkpointing: Recompute = Recompute.none
     vertical_chunks: int = 1
+    hybrid_shard: HybridShard = HybridShard.auto
     dynamic_graph: bool = False
     init_from: str | None = None
     stall_timeout_s: float = 300.0
@@ -95,7 +98,7 @@ class ZeroConfig:
         check_rows(self.stage.name, self.offload.name)
         if self.precision.name is not None:
             check_state_dtype(self.optimizer.state_dtype, self.precision.name)
-        check_hybrid_shard(self.comm.hybrid_shard, self.stage.name, self.offload.name)
+        check_hybrid_shard(self.hybrid_shard, self.stage.name, self.offload.name)
         for key in ("prefetch_bytes", "keep_gathered_bytes"):
             positive(f"zero.{key}", getattr(self, key), zero_ok=True)
         sizes = ("reduce_bucket_bytes", "vertical_chunks", "sequence_parallel", "tensor_parallel", "expert_parallel")
@@ -164,9 +167,9 @@ class ZeroConfig:
                 raise ConfigError(
                     f"{self.splits}: expected 1 with {key}={getattr(got, 'name', got)} ({why}). Drop one of them."
                 )
-        if self.comm.hybrid_shard not in (HybridShard.auto, HybridShard.flat):
+        if self.hybrid_shard not in (HybridShard.auto, HybridShard.flat):
             raise ConfigError(
-                f"{self.splits}: expected 1 with zero.comm.hybrid_shard={self.comm.hybrid_shard.name} (split "
+                f"{self.splits}: expected 1 with zero.hybrid_shard={self.hybrid_shard.name} (split "
                 "parameters are divided over the ranks that have the same part). Drop one of them."
             )
 
@@ -199,14 +202,14 @@ def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload
         return
     if stage is not Stage.zero3:
         raise ConfigError(
-            "zero.comm.hybrid_shard: expected auto, flat or node below stage 3 (nothing is gathered in a backward), "
-            f"got node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.comm.hybrid_shard."
+            "zero.hybrid_shard: expected auto, flat or node below stage 3 (nothing is gathered in a backward), "
+            f"got node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.hybrid_shard."
         )
     if offload.moves_params:
         raise ConfigError(
-            "zero.comm.hybrid_shard: expected auto, flat or node where parameters rest off the device (the shard of a "
+            "zero.hybrid_shard: expected auto, flat or node where parameters rest off the device (the shard of a "
             f"node would take the memory that they leave), got node_backward with zero/offload={offload.name}. Choose "
-            "zero/offload=optimizer_cpu or none, or drop zero.comm.hybrid_shard."
+            "zero/offload=optimizer_cpu or none, or drop zero.hybrid_shard."
         )
 
 

@@ -27,7 +27,7 @@ else:
 
 
 def check_types(key: str, settings: Any) -> None:
-    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: of the group, as ``zero.comm``."""
+    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: of the group, as ``zero.unit``."""
     group = key.partition(".")[2]
     own: Any = type(settings)
     for name, kind in kinds_of(own).items():

@@ -91,8 +91,8 @@ def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:
     if not is_even(names):
         counts = ", ".join(f"{count} on {name}" for name, count in Counter(names).items())
         raise ConfigError(
-            f"zero.comm.hybrid_shard={hybrid_shard}: expected the same number of ranks on every node, got {counts}. "
-            "Start as many on each, or set zero.comm.hybrid_shard=flat."
+            f"zero.hybrid_shard={hybrid_shard}: expected the same number of ranks on every node, got {counts}. "
+            "Start as many on each, or set zero.hybrid_shard=flat."
         )
     return Topology(tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names)))
 
@@ -111,8 +111,8 @@ def check_nodes(nodes: int, ranks: int) -> None:
         return
     got, why = ("one node", "gathers stay on it anyway") if nodes == 1 else ("one", "there is nobody to gather from")
     raise ConfigError(
-        f"zero.comm.hybrid_shard=node_backward: expected several nodes of several ranks each, got {got}"
-        f"{'' if nodes == 1 else ' rank on each'} ({why}). Set zero.comm.hybrid_shard=flat."
+        f"zero.hybrid_shard=node_backward: expected several nodes of several ranks each, got {got}"
+        f"{'' if nodes == 1 else ' rank on each'} ({why}). Set zero.hybrid_shard=flat."
     )
 
 

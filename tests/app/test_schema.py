@@ -60,7 +60,7 @@ def test_all_groups_are_there() -> None:
 
 # Groups whose files mean the same beside each other: the first of each are composed together, the second of each, ...
 BESIDE = [
-    {"model", "optimizer", "callbacks", "logger", "cluster", "zero/precision", "zero/comm", "zero/checkpoint"},
+    {"model", "optimizer", "callbacks", "logger", "cluster", "zero/precision", "zero/checkpoint"},
     {"zero/offload", "debug"},
     {"zero/stage", "data"},
     {"experiment"},

@@ -42,7 +42,7 @@ class Step(NamedTuple):
     looks: bool = False
 
 
-FLAT = {"comm": {"hybrid_shard": "flat"}}
+FLAT = {"hybrid_shard": "flat"}
 PLAIN = (Step(),) * 3
 # Each number of micro-batches with clipping and without; the last two repeat what has been learned by then.
 MIXED = (Step(), Step(clips=True), Step(2), Step(2, clips=True), Step(), Step(2))
@@ -200,7 +200,7 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
     warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")
     names = [str(rank * case.nodes // case.ranks) for rank in range(case.ranks)]
     ways = {"node": by_node, "node_backward": within_nodes, "flat": lambda names: flat(len(names))}
-    topology = in_levels(ways[case.settings.get("comm", {}).get("hybrid_shard", "node")](names), names)
+    topology = in_levels(ways[case.settings.get("hybrid_shard", "node")](names), names)
     gc.collect()
     gc.disable()  # what garbage is freed when would be another each time
     try:

@@ -153,7 +153,7 @@ def test_the_peak_is_the_planned_one(
 
 
 def test_the_peak_with_what_a_node_keeps_is_the_planned_one(trained: Trained) -> None:
-    assert_peak(trained, SMALL | {"comm": {"hybrid_shard": "node_backward"}}, 2, nodes=2)
+    assert_peak(trained, SMALL | {"hybrid_shard": "node_backward"}, 2, nodes=2)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -178,7 +178,7 @@ SENDING = [
     Case(3, "cpu", "bf16", "bf16"),
     Case(0, nodes=2, steps=MIXED),
     Case(3, precision="bf16", nodes=2, steps=MIXED),
-    Case(3, precision="bf16", nodes=2, settings={"comm": {"hybrid_shard": "node_backward"}}),
+    Case(3, precision="bf16", nodes=2, settings={"hybrid_shard": "node_backward"}),
     *(Case(stage, precision="bf16", nodes=2, steps=MIXED, settings=FLAT) for stage in (0, 3)),
     Case(3, precision="bf16", settings={"optimizer": {"sharding": "tensors"}}),
 ]

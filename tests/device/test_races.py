@@ -95,7 +95,7 @@ OTHERS = [
     *(Case(stage, precision="bf16", nodes=2, steps=MIXED, settings=SMALL | FLAT) for stage in (0, 3)),
     Case(3, "optimizer_cpu", nodes=2, settings=SMALL),
     *(
-        Case(3, row, "bf16", nodes=2, steps=MIXED, settings={"comm": {"hybrid_shard": "node_backward"}} | settings)
+        Case(3, row, "bf16", nodes=2, steps=MIXED, settings={"hybrid_shard": "node_backward"} | settings)
         for row in ("none", "optimizer_cpu")
         for settings in ({}, {"prefetch_bytes": 0}, {"dynamic_graph": True}, {"activation_checkpointing": "blocks"})
     ),

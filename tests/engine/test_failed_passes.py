@@ -201,7 +201,7 @@ def test_ranks_that_raise_after_different_halves_of_reductions_go_on() -> None:
 
     settings: dict[str, Any] = {"stage": (0, 3)}
     if two_nodes:  # a sum within a node is followed by one between nodes
-        flat = {"node": f"node {dist.get_rank() // 2}", "comm": {"hybrid_shard": "flat"}}
+        flat = {"node": f"node {dist.get_rank() // 2}", "hybrid_shard": "flat"}
         settings = {"precision": "bf16", "tolerance": 2e-2, **flat}
     with abandoning_after(0.2):  # for messages that nobody answers
         check(build, work, steps=3, **settings)

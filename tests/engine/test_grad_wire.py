@@ -296,7 +296,7 @@ def test_sums_over_two_nodes_have_the_same_bits_at_all_stages_and_in_all_ways_to
     """Ranks of a node add what autograd makes, in rank order; nodes add sums in fp32."""
     found = []
     for way, stage in (("flat", 0), ("flat", 3), ("node", 0), ("node", 3), ("node_backward", 3)):
-        node = {"node": f"node {dist.get_rank() // 2}", "comm": {"hybrid_shard": way}}
+        node = {"node": f"node {dist.get_rank() // 2}", "hybrid_shard": way}
         sent = []
         for wire in WIRES:
             with sent_dtypes() as kinds:

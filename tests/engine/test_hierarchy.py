@@ -36,7 +36,7 @@ STAGES = [0, 1, 2, 3]
 
 def sharded(module: nn.Module, ranks_per_node: int, hybrid_shard: str = "node", **config: Any) -> Sharded:
     node = f"node {dist.get_rank() // ranks_per_node}"
-    return Sharded(module, node=node, comm={"hybrid_shard": hybrid_shard}, **config)
+    return Sharded(module, node=node, hybrid_shard=hybrid_shard, **config)
 
 
 def accumulated(micro_batches: int = 1) -> Work:

@@ -265,7 +265,7 @@ def test_rows_and_nodes_that_it_cannot_work_with_are_refused(refuses: Callable[[
 
 
 def settings_of(**settings: Any) -> Any:
-    return make_config(comm={"hybrid_shard": "node_backward"}, **settings)
+    return make_config(hybrid_shard="node_backward", **settings)
 
 
 @on_ranks(4)

@@ -369,7 +369,7 @@ def test_module_that_its_user_has_split_keeps_its_styles() -> None:
             {"compile": "blocks"},
             {"stage": 1, "optimizer": {"state_dtype": "bf16"}, "precision": "bf16"},
             {"gather_after_fit": True},
-            {"comm": {"hybrid_shard": "node"}},
+            {"hybrid_shard": "node"},
             {"precision": "float8"},
         )
     ),

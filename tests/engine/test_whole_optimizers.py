@@ -342,8 +342,8 @@ def test_shards_within_a_node_and_replicas_across_nodes(hybrid_shard: str, besid
     found = []
     for stage, name in ((0, beside), (3, hybrid_shard)):
         torch.default_generator.manual_seed(3)
-        comm = {"hybrid_shard": name}
-        with Sharded(Model(), stage=stage, optimizer=toys.muon_and_adam, comm=comm, **settings) as side:
+        how = settings | {"stage": stage, "hybrid_shard": name}
+        with Sharded(Model(), optimizer=toys.muon_and_adam, **how) as side:
             train(side, range(3))
             found.append((side.engine.state_dict(only_rank_0=False), state_of(side)))
     assert_equal(found[1], found[0])

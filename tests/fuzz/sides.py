@@ -342,7 +342,7 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         found["dynamic_graph"] = settings.dynamic_graph or program.ranks_differ
         found |= {name: getattr(settings, name) for name in ("keep_gathered_bytes", "prefetch_bytes")}
     if settings.ranks_per_node:
-        found["comm"] = {"hybrid_shard": "node"}
+        found["hybrid_shard"] = "node"
         found["node"] = f"node {dist.get_rank() // settings.ranks_per_node}"
     return found
 

@@ -208,7 +208,7 @@ def test_nodes_that_are_started_by_hand(undisturbed: Path, tmp_path: Path) -> No
     def node(rank: int, *overrides: str, **more: object) -> tuple[Sequence[str], dict[str, object]]:
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "NODE_RANK": rank}
         nodes = ("trainer.num_nodes=2", "trainer.devices=1", f"hydra.run.dir=run{rank or ''}")
-        nodes += ("zero.comm.hybrid_shard=flat",)  # as the undisturbed run: norms add in the order of shards
+        nodes += ("zero.hybrid_shard=flat",)  # as the undisturbed run: norms add in the order of shards
         return ("python", *TRAIN, *SMALL, *nodes, *overrides), {**place, **more}
 
     for code, out in together(tmp_path, node(0), node(1)):

@@ -68,5 +68,5 @@ def test_gradients_are_summed_in_levels_where_nodes_share_shards() -> None:
 
 def test_uneven_nodes_are_refused_with_their_ranks() -> None:
     assert not is_even(["a", "a", "b"]) and is_even(["a", "b"])
-    with pytest.raises(ConfigError, match=r"zero.comm.hybrid_shard=node: .* got 2 on a, 1 on b\. .*hybrid_shard=flat"):
+    with pytest.raises(ConfigError, match=r"zero.hybrid_shard=node: .* got 2 on a, 1 on b\. .*hybrid_shard=flat"):
         by_node(["a", "a", "b"])

@@ -312,7 +312,7 @@ def test_rows_in_files_are_candidates_if_there_is_a_folder(monkeypatch: pytest.M
     monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(tmp_path))
     assert len(rows(offload="auto")) == len(rows(offload="auto", prefetch_bytes=1)) == 16
     assert rows(offload="none") == ["none"] * 4
-    in_node = rows(stage="zero3", offload="auto", comm={"hybrid_shard": "node_backward"})
+    in_node = rows(stage="zero3", offload="auto", hybrid_shard="node_backward")
     assert set(in_node) == {"none", "optimizer_cpu", "optimizer_nvme", "auto"}
     with pytest.raises(ConfigError, match=r"zero\.compile\.arguments.*at stage 3"):
         rows(compile={"name": "blocks", "arguments": {"mode": "reduce-overhead"}})

@@ -168,7 +168,7 @@ def test_ranks_of_a_node_share_shards_before_and_after(stage: str) -> None:
     def train(ways: dict[int, tuple[str, str]]) -> tuple[list[Tensor], dict[str, Tensor]]:
         torch.manual_seed(3)
         node = f"node{dist.get_rank() // 2}"
-        with Sharded(Model(), stage=3, comm={"hybrid_shard": "node"}, node=node) as side:
+        with Sharded(Model(), stage=3, hybrid_shard="node", node=node) as side:
             losses = []
             for step in range(6):
                 if step in ways:

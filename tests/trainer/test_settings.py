@@ -38,7 +38,6 @@ EQUAL: dict[str, dict[str, Any]] = {
     },
     "unit.classes": {"unit": {"classes": ["Linear"]}},
     "unit.sizes": {"unit": {"max_bytes": 1 << 20}},
-    "comm": {"comm": {"hybrid_shard": "flat"}},
     "optimizer": {"optimizer": {"sharding": "slices"}},
     "compile": {"compile": {"name": "blocks", "arguments": {"backend": "eager", "dynamic": False}}},
     "prefetch_bytes": {"prefetch_bytes": 0},
@@ -46,6 +45,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "reduce_bucket_bytes": {"reduce_bucket_bytes": 1 << 10},
     "activation_checkpointing": {"activation_checkpointing": "blocks"},
     "dynamic_graph": {"dynamic_graph": True},
+    "hybrid_shard": {"hybrid_shard": "flat"},
     "stall_timeout_s": {"stall_timeout_s": 50.0},
     "gather_after_fit": {"gather_after_fit": False},
 }

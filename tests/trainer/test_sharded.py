@@ -37,7 +37,7 @@ def test_one_of_two_replicas_is_written_and_the_other_layout_loads_it(tmp_path: 
     os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
     nodes: dict[str, Any] = {"devices": 2, "num_nodes": 2}
     for saves, loads, count in (("node", "flat", 2), ("flat", "node", 4)):
-        first, then = (sharded(comm={"hybrid_shard": layout}) for layout in (saves, loads))
+        first, then = (sharded(hybrid_shard=layout) for layout in (saves, loads))
         path = tmp_path / f"{saves}.ckpt"
         saved = fit(first, tmp_path, seeded(lambda: Odd(width=64)), **nodes)
         saved.trainer.save_checkpoint(path)

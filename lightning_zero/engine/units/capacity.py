@@ -290,13 +290,13 @@ def find_topology(
 ) -> Topology:
     """Find out which ranks share shards. `group` has all ranks of the engine, and is None for one rank. Collective.
 
-    Raises ConfigError if nodes do not fit `zero.comm.hybrid_shard`.
+    Raises ConfigError if nodes do not fit `zero.hybrid_shard`.
     """
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
     names = [name for name, *_ in table]
     local_ranks = Counter(host for _, host, *_ in table)
-    hybrid_shard = config.comm.hybrid_shard
+    hybrid_shard = config.hybrid_shard
     if hybrid_shard is HybridShard.auto:
         several = not config.splits and len(set(names)) > 1 and is_even(names)
         by_node_fits = several and all(

@@ -158,7 +158,7 @@ def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
         min(place.disk for place in places),
         len(ranks),
         shared=strategy.root_device.type == "cpu",
-        hybrid_shard=strategy.config.comm.hybrid_shard,
+        hybrid_shard=strategy.config.hybrid_shard,
     )
 
 
