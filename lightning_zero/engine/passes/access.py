@@ -356,11 +356,18 @@ class Fence:
     @contextlib.contextmanager
     def lowered(self, passing_on: str = "") -> Iterator[None]:
         previous = self._lowered, self.passing_on
+        # Rounded values give way to placeholders, so that a parameter tells if code that passes them on uses them.
+        rounded = [b for b in self._buckets if b.shows_values and b.dtypes.compute != b.dtypes.master]
+        hidden = [b for b in rounded if passing_on and not b.is_plain]
+        for bucket in hidden:
+            bucket.show(gathered=False)
         self._lowered, self.passing_on = True, passing_on
         try:
             yield
         finally:
             self._lowered, self.passing_on = previous
+            for bucket in hidden:
+                bucket.show(gathered=True)
 
     def refuse_use(self, info: ParamInfo, operation: str) -> None:
         """Raise a RuntimeError for ``operation`` in a call that may only pass parameters on."""

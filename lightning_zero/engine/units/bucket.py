@@ -137,9 +137,6 @@ class Bucket:
         self.shards_master, self.accumulates = plan.shards_master, plan.accumulates_locally
         self.steps_on_host, self.leaves_device = plan.steps_on_host, plan.tiers.leaves_device
         self.owned_range = plan.owned_range(self.comm.shard_rank)
-        if (self.reshards or self.gathers_after_step) and not self._placeholders:
-            shapes = [info.shape for info in self.params]
-            self._placeholders = placeholders(shapes, self.dtypes.compute, self.comm.device)
 
     def _make_views(self) -> None:
         # Made while the buffer has memory. Views stay valid because the storage object stays (param_store.py).
@@ -447,6 +444,9 @@ class Bucket:
         if gathered:
             set_values(self.params, self._views, "present")
         else:
+            if not self._placeholders:
+                shapes = [info.shape for info in self.params]
+                self._placeholders = placeholders(shapes, self.dtypes.compute, self.comm.device)
             set_values(self.params, self._placeholders, "absent")
 
     def show_plain(self, values: Iterable[Tensor]) -> None:
