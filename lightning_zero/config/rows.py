@@ -17,8 +17,8 @@ from lightning_zero.config.values import kinds_of
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """Make a :class:`ZeroConfig` from ``base`` and the keywords of :class:`~lightning_zero.ZeroStrategy`.
 
-    ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be names (or stage numbers); ``unit``,
-    ``comm`` and ``optimizer`` may be mappings. Raises ConfigError for an unknown setting or a bad value.
+    ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be names (or stage numbers); ``unit``
+    and ``optimizer`` may be mappings. Raises ConfigError for an unknown setting or a bad value.
     """
     base = base if base is not None else ZeroConfig()
     known = {f.name: getattr(base, f.name) for f in fields(ZeroConfig)}
