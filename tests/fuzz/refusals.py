@@ -122,6 +122,11 @@ REFUSALS = (
         lambda program: program.ranks_differ,
     ),
     Refusal(
+        r"RuntimeError: \S+: expected a write to fp32 values, got one to values in torch\.(bfloat16|float16)",
+        "frozen values of few bits would lose small changes",
+        lambda program: program.settings.precision in AUTOCAST,
+    ),
+    Refusal(
         r"RuntimeError: could not create a primitive descriptor for the LSTM",
         "torch has no kernel for it: an LSTM in fp16 on some processors, one under autocast whose input is fp32",
         lambda program: program.settings.precision in AUTOCAST and program.has("Recurrent"),

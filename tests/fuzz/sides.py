@@ -337,7 +337,7 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
     if "nvme" in settings.offload or settings.offload == "auto":
         found["offload"]["nvme_path"] = folder
     if settings.offload == "auto":  # models of these sizes lie on all three tiers
-        found["offload"] |= {"device_budget": 1500, "host_budget": 100_000}
+        found["offload"] |= {"device_budget": 1500, "host_budget": 200_000}
     if settings.stage == 3:
         found["dynamic_graph"] = settings.dynamic_graph or program.ranks_differ
         found |= {name: getattr(settings, name) for name in ("keep_gathered_bytes", "prefetch_bytes")}
