@@ -144,12 +144,12 @@ def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
 
 def check_values(key: str, arguments: dict[str, Any], target: Any) -> None:
     """Raise ConfigError if an argument is of none of the types in its annotation and all of these are in ``TYPES``, or
-    is text although its default is a number. A whole float counts as int, null as false, no boolean as a number."""
+    is text or a boolean although its default is a number. A whole float counts as int, null as false."""
     for name, parameter in inspect.signature(target).parameters.items():
         value, of = arguments.get(name), parameter.annotation
         types = get_args(of) if get_origin(of) in (Union, UnionType) else (of,)
         if not all(kind in TYPES for kind in types):
-            types = (float,) if isinstance(value, str) and type(parameter.default) in (int, float) else (object,)
+            types = (float,) if type(value) in (str, bool) and type(parameter.default) in (int, float) else (object,)
         is_number = isinstance(value, (int, float)) and (float in types or value % 1 == 0)
         is_null = value is None and (bool in types or name not in arguments)
         fits = {bool, object} & {*types} if isinstance(value, bool) else is_number or isinstance(value, types)

@@ -60,7 +60,7 @@ def build_optimizer(config: TrainConfig) -> Any:
     for shape in ((1,), (2, 2)):
         try:
             tried = make([torch.nn.Parameter(torch.zeros(shape))])
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, LookupError, RuntimeError) as error:
             refused.append(error)
             continue
         zero = config.zero

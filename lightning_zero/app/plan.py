@@ -24,6 +24,7 @@ from lightning_zero.app.plan_picture import check_picture, draw
 from lightning_zero.app.plan_tables import TIER_NAMES, Described, is_chosen, rates_line, show, title_of
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig, allowed_rows
+from lightning_zero.config.values import positive
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.choose import Choice, choose_row
 from lightning_zero.planning.fit import Advice, Machine, Row, advise, best, plan_row
@@ -179,6 +180,8 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
 
     if extras["picture"] is not None:
         check_picture(extras["picture"])
+    if extras["optimizer_states"] is not None:
+        positive("optimizer_states", extras["optimizer_states"], zero_ok=True)
     fit_trainer(config)
     described = describe(
         config, train.explicit_keys(), states=extras["optimizer_states"], activations=extras["activations"]

@@ -78,7 +78,7 @@ class Peers:
         self._own = _Who(socket.gethostname(), os.getpid(), machine())
         self._holder: _Who | None = None
         self._neighbours: dict[int, _Who] = {}
-        self._culprit: str | None = None
+        self.known: str | None = None  # a sentence about the rank that ended first
         self._round = 0
         self._beats = 0
         self._heard: tuple[str | None, float] = (None, time.monotonic())  # the next beat, when it came
@@ -107,7 +107,7 @@ class Peers:
 
     def forget(self) -> None:
         """Forget which ranks were gone, and use new store keys, when all ranks go on after an exception. Collective."""
-        self._round, self._culprit, self._told = self._round + 1, None, False
+        self._round, self.known, self._told = self._round + 1, None, False
 
     def _read(self, name: str) -> str | None:
         return self._store.get(self._key(name)).decode() if self._store.check([self._key(name)]) else None
@@ -126,7 +126,7 @@ class Peers:
             self._holder = self._who(0)
         if self._store.check([self._key("roll")]):
             self._store.set(self._key(f"here/{self._rank}"), "")
-        self._culprit = self._culprit or self._read("culprit")
+        self.known = self.known or self._read("culprit")
 
     def leave(self) -> None:
         """Post this rank's goodbye: it ends normally. Do nothing after :meth:`tell`."""
@@ -146,7 +146,7 @@ class Peers:
             if who.machine == self._own.machine and not is_alive(who.pid):
                 if self._store.check([self._key(f"left/{rank}")]):
                     continue
-                told = self._culprit or self._read("culprit")
+                told = self.known or self._read("culprit")
                 found = told or f"rank {rank} ({who}) has ended without a word (killed?)"
                 return self._store.compare_set(self._key("ended"), "", found).decode()
         return self._read("ended")
@@ -172,26 +172,26 @@ class Peers:
         if self._store.check([self._key(f"left/{neighbour}")]):
             return None
         self.misses_neighbour = True
-        known = self._culprit or self._read("culprit") or self._read("ended")
+        known = self.known or self._read("culprit") or self._read("ended")
         return known or f"{self._named(neighbour)} has not been heard of for {limit_s:g} s: it has ended or hangs"
 
     def tell(self, error: BaseException) -> None:
         """Post that this rank fails by its own ``error``, so that other ranks can say why this rank is gone."""
         self._told = True
-        text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+        text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0][:300]
         with contextlib.suppress(Exception):  # the store is gone
             self._write(f"rank {self._rank} ({self._own}) failed with {text}")
 
     def _write(self, culprit: str) -> str:
         """Post ``culprit``, a sentence about the rank that ended. Return the sentence that was posted first, which
         counts: a later rank may only have seen the end of a rank that noticed earlier."""
-        self._culprit = self._store.compare_set(self._key("culprit"), "", culprit).decode()
-        return self._culprit
+        self.known = self._store.compare_set(self._key("culprit"), "", culprit).decode()
+        return self.known
 
     def culprit(self) -> str:
         """Find within seconds which rank has ended, after a broken connection. Return a sentence about it."""
         try:
-            known = self._culprit or self._read("culprit")
+            known = self.known or self._read("culprit")
             if known is not None:
                 return known
             gone = self._dead_here() or self.silent()
@@ -211,7 +211,7 @@ class Peers:
             self._let_others_hear()
             return known
         except Exception:  # the store is gone
-            return self._culprit or self.without_store()
+            return self.known or self.without_store()
 
     def without_store(self) -> str:
         """Return a sentence about the rank (or torchrun's agent) that must have ended if the store is gone."""

@@ -73,7 +73,7 @@ class Waits:
         self.waited_s = 0.0  # that the host has spent waiting for messages
         self.asked: Counter[str] = Counter()  # messages that this rank has sent or waited for, by name
         self.all_take_part = True  # all ranks take part in every message; else counts do not show who waits for whom
-        self._watchdog: Watchdog | None = None
+        self._watchdog = Watchdog.latest(self.world_size)  # that of an earlier run or engine, until watch()
 
     def watch(self, number: int, *, notices_broken_connections: bool) -> None:
         """Start the watchdog, which posts what this rank is doing and listens to the other ranks. Collective.
@@ -210,6 +210,8 @@ class Waits:
                 f"  rank {r}: {place}{' (does not answer: it has ended or hangs)' if r in asked[1] else ''}"
                 for r, place in enumerate(asked[0])
             )
+        if self._watchdog is not None and self._watchdog.peers.known is not None:
+            lines += f"\n{self._watchdog.peers.known}"
         return (
             f"rank {self.rank} waited {waited:.0f} s for {label!r} and the other ranks did not come.\n{lines}\n"
             "If ranks take different paths through the model, set zero.dynamic_graph=true; if a rank is only slow, "
@@ -223,7 +225,7 @@ class Waits:
 
     def explain(self, error: BaseException) -> None:
         """Explain ``error``, which ends this rank: add a note on the rank that caused it, or tell others of it."""
-        if self._watchdog is None or isinstance(error, PeerError | StallError) or not isinstance(error, Exception):
+        if self._watchdog is None or isinstance(error, PeerError | StallError | SystemExit):
             return
         if is_broken_connection(error):
             error.add_note(f"rank {self.rank}: {self._culprit()}")

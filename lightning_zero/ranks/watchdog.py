@@ -88,7 +88,7 @@ class Watchdog:
         notices_broken_connections: bool,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        Watchdog.last_number = number
+        self._number = Watchdog.last_number = number
         self._prefix = f"lightning_zero/{number}"
         self._watched = ref(watched)
         self._rank, self._world_size = watched.rank, watched.world_size
@@ -114,6 +114,12 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
         finalize(watched, self._stop.set)  # the event's method: a method of this object would keep the object alive
+
+    @staticmethod
+    def latest(world_size: int) -> Watchdog | None:
+        """Return the newest watchdog of ``world_size`` ranks that has not left, or None."""
+        found = [dog for dog in _LIVE if dog._world_size == world_size and not dog._left]
+        return max(found, key=lambda dog: dog._number, default=None)
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"

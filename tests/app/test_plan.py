@@ -126,6 +126,7 @@ def test_a_machine_too_small_for_all_rows_is_told(command: Any) -> None:
     ("model=hf model.path=nothing", "model.path: expected a folder with a config.json"),
     ("machine.gpu_memory=80XB", "machine.gpu_memory: expected a size"),
     ("machine.gpus=0", "machine.gpus: expected a number > 0, got 0"),
+    ("optimizer_states=-1", "optimizer_states: expected a number >= 0, got -1"),
     ("machine.gpu=8", "machine.gpu"),
     ("+machine.gpu=8", "machine.gpu: no such setting"),
     ("+extra=1", "extra: no such setting"),

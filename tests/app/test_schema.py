@@ -258,6 +258,8 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
     (SWEEP, ["--multirun", "hydra/launcher=basic"]),
     ("trainer.devices=0", ["trainer: ", "`Trainer(devices=0)` value is not a valid input"]),
     ("optimizer.lr=abc", ["error: optimizer.lr: expected a number, got 'abc'. Change optimizer.lr.\n"]),
+    ("optimizer.lr=true", ["error: optimizer.lr: expected a number, got True. Change optimizer.lr.\n"]),
+    ("optimizer.betas=[0.9]", ["AdamW refuses these settings: list index out of range. Change optimizer.*.\n"]),
     ("seed=-1", ["seed", "-1"]),
     # a contradiction
     ("zero/stage=zero2 zero.dynamic_graph=true", ["zero.dynamic_graph", "zero2"]),

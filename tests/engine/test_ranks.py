@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.comm.agreements import ApartError
 from lightning_zero.comm.transports import Sent
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of, engines
@@ -384,6 +385,17 @@ def test_a_read_on_one_rank_says_that_it_takes_all() -> None:
     else:
         time.sleep(2.5)
     side.engine.comm.waits.close()  # messages were lost: there is no release
+
+
+@on_ranks(2)
+def test_a_state_dict_of_one_rank_is_refused_on_all() -> None:
+    with Sharded(Model()) as side:
+        with pytest.raises(ApartError, match=r"rank 0: the module's state_dict\(\), which all.*\n  rank 1: gather\(\)"):
+            if dist.get_rank() == 0:
+                side.engine.state_dict()
+            else:
+                lightning_zero.gather(side.module).__enter__()
+        assert side.engine.state_dict(only_rank_0=False)
 
 
 @on_ranks(2, full=(3,))

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -97,6 +98,23 @@ def test_ranks_that_wait_for_different_things_all_hear_of_it() -> None:
         assert time.monotonic() - started < 6.0
         own.close()
         comm.waits.close()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("error", [ValueError("its own"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_a_stall_quotes_the_rank_that_failed_before_it_came_to_the_next_engine(error: BaseException) -> None:
+    with quick():
+        group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=30))
+        own = open_waits(group, CPU, 30.0)
+        own.place = f"place of {own.rank}"
+        if own.rank == 1:
+            own.explain(error)
+            time.sleep(2.5)
+        else:
+            said = rf"rank 1: place of 1[^\n]*\n.*rank 1 \(.*\) failed with {type(error).__name__}(: its own)?\n"
+            with pytest.raises(StallError, match=f"(?s){said}"):
+                open_waits(group, CPU, 1.0)
+        own.close()
 
 
 @pytest.mark.parametrize("gone", [0, 1])

@@ -54,6 +54,8 @@ def module_state(
     engine: Engine, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
 ) -> State:
     """Return the module's state dict, with full or with fake tensors: see ``Engine.state_dict``. Collective."""
+    if fakes is None:  # no message before has said that all ranks are here, as one of a save does
+        engine.comm.meet(None, "the module's state_dict(), which all ranks must call")
     take_shown_over(engine)
     wanted = not only_rank_0 or engine.comm.rank == 0
     if fakes is not None:
