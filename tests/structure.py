@@ -34,11 +34,11 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 40_284,
+    "lines of the package": 40_271,
     "lines of the engine": 11_480,
     "files of the engine": 44,
     "lines of the longest file": 600,
-    "lines of tests": 40_234,
+    "lines of tests": 40_201,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 42,
     "private names of Lightning": 10,
