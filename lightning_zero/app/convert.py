@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from lightning_zero.checkpoint.hugging_face.files import Files, Writer, parse_dt
 from lightning_zero.checkpoint.hugging_face.names import RECORD, model_of, outgoing
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.config import ConfigError, parse_bytes
+from lightning_zero.engine.whole.state_dicts import versioned
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
@@ -98,7 +100,12 @@ def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
         read = lambda low, high, _: value.reshape(-1)[low:high].to(wanted)  # noqa: E731
         return made.setdefault(place, StoredTensor(value.shape, wanted, read))
 
-    return tree_map_only(Tensor, stored, tree)
+    return _mapped(stored, tree)
+
+
+def _mapped(act: Callable[[Tensor], Any], tree: Any) -> Any:
+    made = tree_map_only(Tensor, act, tree)
+    return versioned(made, tree) if hasattr(tree, "_metadata") else made
 
 
 def _by_number(state: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +122,8 @@ def _to_full(checkpoint: dict[str, Any], target: Path) -> None:
     with FakeTensorMode():
         fakes = {v: torch.empty(v.shape, dtype=v.dtype) for v in tree_leaves(checkpoint) if isinstance(v, StoredTensor)}
     with written_aside(target) as part:
-        skeleton = Skeleton(tree_map_only(StoredTensor, fakes.__getitem__, checkpoint), part.fd)
+        content = {key: _mapped(lambda v: fakes.get(v, v), value) for key, value in checkpoint.items()}
+        skeleton = Skeleton(content, part.fd)
         done = skeleton.fill()
         for value, fake in LongWork(shows=True).items(list(fakes.items()), f"writing {target.name}, in tensors"):
             hole = skeleton.holes[fake.untyped_storage()._cdata]

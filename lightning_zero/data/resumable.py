@@ -93,7 +93,8 @@ class ResumableLoader(DataLoader[Tensor]):
         loop = self._trainer.fit_loop
         done, epoch = _processed(loop.epoch_loop.batch_progress), _processed(loop.epoch_progress)
         items, steps = self._resumed[1:] if self._resumed[0] == epoch else (0, 0)
-        return {"items": items + (done - steps) * self._items_per_step, "epoch": epoch, "whole": int(done >= len(self))}
+        whole = done >= min(len(self), self._trainer.num_training_batches)  # limit_train_batches ends epochs earlier
+        return {"items": items + (done - steps) * self._items_per_step, "epoch": epoch, "whole": int(whole)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if self._trainer is None or not state:

@@ -45,6 +45,7 @@ def test_converted_checkpoints_are_those_saved_in_that_form(tmp_path: Path) -> N
         found = torch.load(tmp_path / name)
         assert found.keys() == expected.keys() and found["loops"] == expected["loops"]
         assert_equal(found["state_dict"], expected["state_dict"])
+        assert found["state_dict"]._metadata == expected["state_dict"]._metadata
         tied = [found["state_dict"][f"blocks.{n}.up.weight"] for n in (0, 1)]
         assert tied[0].data_ptr() == tied[1].data_ptr()
         assert_equal(found["optimizer_states"], expected["optimizer_states"])

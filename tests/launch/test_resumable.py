@@ -17,7 +17,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import ResumableLoader, ShuffledFrom
 
 
-def trainer(rank: int, world: int, *, batches: int = 0, epoch: int = 0) -> Any:
+def trainer(rank: int, world: int, *, batches: int = 0, epoch: int = 0, limit: float = float("inf")) -> Any:
     progress = SimpleNamespace(ready=batches, started=batches, processed=batches, completed=batches)
     loop = SimpleNamespace(batch_progress=SimpleNamespace(current=progress))
     epochs = SimpleNamespace(current=SimpleNamespace(processed=epoch))
@@ -25,6 +25,7 @@ def trainer(rank: int, world: int, *, batches: int = 0, epoch: int = 0) -> Any:
         world_size=world,
         global_rank=rank,
         distributed_sampler_kwargs={"num_replicas": world, "rank": rank},
+        num_training_batches=limit,
         fit_loop=SimpleNamespace(epoch_loop=loop, epoch_progress=epochs),
     )
 
@@ -108,6 +109,10 @@ def test_what_was_trained_on_counts_since_the_last_resume() -> None:
     of = trainer(0, 2, batches=3)
     of.fit_loop.epoch_loop.batch_progress.current.ready = 4  # a signal came between two steps
     assert loader(100, 2, of).state_dict() == {"items": 12, "epoch": 0, "whole": 0}
+
+
+def test_an_epoch_that_limit_train_batches_ends_is_whole() -> None:
+    assert [loader(64, 1, trainer(0, 2, batches=done, limit=4)).state_dict()["whole"] for done in (3, 4)] == [0, 1]
 
 
 def test_loaders_of_unequal_length_of_which_one_has_begun_again_are_refused() -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import state_dict as dcp_states
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torchmetrics import MeanMetric
 
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError
@@ -117,11 +118,49 @@ def test_extra_state_of_any_form_comes_back(tmp_path: Path) -> None:
         assert str(loaded.value) == str(value)
 
 
+class Turned(torch.nn.Linear):
+    """Turns a weight when it loads a state dict that an older version of the class has saved."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local: Any, *rest: Any) -> None:
+        if local.get("version", 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"].t()
+        super()._load_from_state_dict(state, prefix, local, *rest)
+
+
+class OfVersion2(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].up = Turned(8, 8)
+        self.blocks[0].down = torch.nn.Linear(8, 8).requires_grad_(False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("exclude_frozen", [False, True])
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_modules_know_the_version_that_was_saved(form: str, exclude_frozen: bool, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoint": {"name": form, "exclude_frozen": exclude_frozen}}
+    run = fit(sharded(**settings), tmp_path, seeded(OfVersion2), max_epochs=1)
+    run.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    found = toys.loaded_weights(tmp_path / "a.ckpt", sharded(**settings), tmp_path, seeded(OfVersion2, seed=4))
+    assert torch.equal(found["blocks.0.up.weight"], run.weights["blocks.0.up.weight"])
+
+
 @on_ranks(2)
 def test_folder_may_go_once_it_is_loaded(tmp_path: Path) -> None:
-    """A job removes the folder it went on from."""
+    """A job removes the folder it went on from. A module puts tensors of the folder in the place of its own."""
 
     class Removes(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+            self.mean.persistent(True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean.weight.add_(1)
+            return super().training_step(batch, batch_idx)
+
         def on_train_start(self) -> None:
             dist.barrier()
             shutil.rmtree(tmp_path / "two.ckpt", ignore_errors=True)
@@ -133,6 +172,7 @@ def test_folder_may_go_once_it_is_loaded(tmp_path: Path) -> None:
     fit(sharded(), tmp_path, seeded(Removes), max_epochs=2).trainer.save_checkpoint(tmp_path / "two.ckpt")
     rest = fit(sharded(), tmp_path, seeded(Removes, seed=4), max_epochs=3, ckpt_path=tmp_path / "two.ckpt")
     toys.assert_goes_on(rest, whole)
+    assert rest.module.mean.weight == whole.module.mean.weight == len(whole.losses)
 
 
 @on_ranks(2)

@@ -361,17 +361,21 @@ def _refuse_other_values(engine: Engine, state: Saved) -> None:
 def parts_of_saved(engine: Engine, state: Saved) -> State:
     """Return ``state`` with this rank's parts in the place of whole tensors of split parameters."""
     infos = _infos(engine)
-    own = OrderedDict((key, infos[key].part_of_saved(v) if key in infos else v) for key, v in state.items())
-    if hasattr(state, "_metadata"):
-        own._metadata = state._metadata  # type: ignore[attr-defined]
-    return own
+    return versioned({key: infos[key].part_of_saved(v) if key in infos else v for key, v in state.items()}, state)
+
+
+def versioned(entries: Saved, of: object) -> State:
+    """Return ``entries`` with the modules' versions of the state dict ``of``, by which modules know older ones."""
+    made = OrderedDict(entries)
+    made._metadata = getattr(of, "_metadata", None)  # type: ignore[attr-defined]
+    return made
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:
     """Return ``state`` with a :class:`KeptTensor` for frozen parameters that it lacks, so that a load keeps these."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
-    return {**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}
+    return versioned({**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}, state)
 
 
 @contextlib.contextmanager
@@ -382,6 +386,9 @@ def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
     engine.passes.writes.take_all_over()
     with engine.passes.fence.lowered("load_state_dict()"), _CopyIntoShards(engine) as copies:
         yield copies
+        for module in engine.module.modules():  # what is put in place of a tensor (states of metrics), as files may go
+            for held in (vars(module), module._buffers):
+                held.update([(name, v.whole()) for name, v in held.items() if isinstance(v, StoredTensor)])
     masters_changed(engine)
 
 

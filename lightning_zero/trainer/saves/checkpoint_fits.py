@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.packed import prefixes_beside
-from lightning_zero.engine.whole.state_dicts import parts_of_saved
+from lightning_zero.engine.whole.state_dicts import parts_of_saved, versioned
 from lightning_zero.lightning_api import BaseFinetuning, is_overridden, pl
 from lightning_zero.pretrained import some
 from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
@@ -78,7 +78,7 @@ def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, stric
     engine = engine_of(module)
     with engine.passes.fence.lowered() if engine is not None else contextlib.nullcontext():
         beside = prefixes_beside(module)  # their sizes may differ, and bitsandbytes does not load them
-        state = {key: value for key, value in state.items() if not key.startswith(beside)}
+        state = versioned({key: value for key, value in state.items() if not key.startswith(beside)}, state)
         if engine is not None:
             state = parts_of_saved(engine, state)
         own = {key: value for key, value in module.state_dict(keep_vars=True).items() if not key.startswith(beside)}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
             others = {n: v for n, v in value.items() if not isinstance(v, Tensor) and not _has_parts(v)}
             if others:
                 record.setdefault("others", {})[key] = others
+            if hasattr(value, "_metadata"):  # by which modules know values of older versions
+                record.setdefault("versions", {})[key] = value._metadata
         else:
             extra[key] = value
     if record:
@@ -134,6 +137,9 @@ def _values(
         result.setdefault(MODULE, {})
     for key, others in record.get("others", {}).items():
         result[key] = {**result.get(key, {}), **others}
+    for key, versions in record.get("versions", {}).items():
+        result[key] = OrderedDict(result.get(key, {}))
+        result[key]._metadata = versions
     if optimizers or "optimizers" in record:
         count = record.get("optimizers", max(optimizers, default=-1) + 1)
         result[OPTIMIZERS] = [optimizers.get(number, {}) for number in range(count)]
