@@ -36,7 +36,7 @@ from lightning_zero.engine.passes.containers import (
     tensors_inside,
 )
 from lightning_zero.engine.passes.hooks import Hooks
-from lightning_zero.engine.torch_modes import function_modes, outside_graphs, under_function_modes
+from lightning_zero.engine.torch_modes import caller_modes, outside_graphs, under_modes
 from lightning_zero.engine.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class _Call:
         self._form = form
         # Weakly: the checkpoint decides which inputs stay alive; offloaded ones die on the device.
         self._inputs = [(ref(t), t._version) for t in tensors if not t.is_inference()]
-        self._modes = function_modes()
+        self._modes = caller_modes()
 
     def __call__(self, *tensors: Tensor) -> object:
         passes = self._passes()
@@ -307,7 +307,7 @@ class _Call:
         with contextlib.ExitStack() as around:
             if self._unit.reshards:
                 around.enter_context(passes.saved.packed())
-            around.enter_context(under_function_modes(self._modes))
+            around.enter_context(under_modes(self._modes))
             around.enter_context((self._buffers.again if again else self._buffers.first)(self._values))
             result = self._inner(*args, **kwargs)
         if not again:
