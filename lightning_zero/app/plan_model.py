@@ -27,6 +27,7 @@ from lightning_zero.app.parts import (
 from lightning_zero.app.plan_tables import Described
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.config import ConfigError, Precision, Recompute, Sharding, for_layout, make_config
+from lightning_zero.engine.torch_modes import default_dtype
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup, describe_units
 from lightning_zero.mesh.plans import device_mesh, split_module
 from lightning_zero.models.language_model import decay_groups
@@ -38,7 +39,6 @@ from lightning_zero.trainer.memory.activations import NotMeasured, measure, meas
 from lightning_zero.trainer.memory.auto_row import batch_from, planned_model
 from lightning_zero.trainer.memory.fake_module import parameters_on_meta
 from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
-from lightning_zero.trainer.precision_row import default_dtype
 
 
 def precision_row(config: TrainConfig) -> Precision:

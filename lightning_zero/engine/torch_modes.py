@@ -41,17 +41,29 @@ def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
     return disabled
 
 
-def function_modes() -> list[TorchFunctionMode]:
-    """Return torch's active function modes (``with torch.device(...)`` activates one), the innermost last."""
-    return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call, no-any-return]
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def caller_modes() -> tuple[torch.dtype, list[TorchFunctionMode]]:
+    """Return torch's default dtype and function modes (``with torch.device(...)`` activates one), innermost last."""
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return torch.get_default_dtype(), modes
 
 
 @contextlib.contextmanager
-def under_function_modes(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Activate torch's function ``modes`` inside the ``with``: autograd runs a backward without its caller's modes."""
+def under_modes(modes: tuple[torch.dtype, Sequence[TorchFunctionMode]]) -> Iterator[None]:
+    """Activate ``modes`` of :func:`caller_modes` inside the ``with``: a backward runs without those of its forward."""
     with contextlib.ExitStack() as around:
-        there = function_modes()
-        for mode in modes:
+        around.enter_context(default_dtype(modes[0]))
+        _, there = caller_modes()
+        for mode in modes[1]:
             if not any(mode is other for other in there):
                 around.enter_context(mode)
         yield

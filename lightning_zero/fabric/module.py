@@ -36,5 +36,5 @@ class ZeroModule(nn.Module):
         """Send rank 0's buffers to all ranks, as DDP does, if training may have changed buffers. Collective."""
         trains = self.training and torch.is_grad_enabled()
         if trains or self._buffers_may_differ:
-            self.engine.passes.buffers.sync()
+            self.engine.passes.buffers.sync(evaluates=not trains)
         self._buffers_may_differ = trains

@@ -14,20 +14,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, Precision
+from lightning_zero.engine.torch_modes import default_dtype
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES
 from lightning_zero.optimizers.loss_scale import LossScaler
 
 FLAGS = [row.value for row in Precision]
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def to_dtype(data: Any, dtype: torch.dtype) -> Any:

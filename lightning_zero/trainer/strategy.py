@@ -491,7 +491,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         starts = self._evaluation_starts
         if starts:  # only once: evaluation changes no buffers, and ranks may have different numbers of batches
             self._evaluation_starts = False
-            self.engine.passes.buffers.sync()
+            self.engine.passes.buffers.sync(evaluates=True)
         self._sequences.check(key, step, args, kwargs, together=starts)
         engine = self.engine
         with engine.step_scope(key, evaluation=True), engine.forwards.vertical.step((args, kwargs), evaluation=True):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
+from lightning_zero.engine.torch_modes import default_dtype
 from lightning_zero.engine.units.unit import State
 from tests.engine.sides import Sharded, Side, beside_twin, sgd, step_and_clear
 from tests.engine.support import ALL_STAGES, IN_STAGES, OUTER_STAGES, PLAIN, STAGES, assert_equal, assert_same, check
@@ -219,13 +220,16 @@ def test_a_block_is_computed_again_as_in_its_forward(how: str) -> None:
     appending = lambda: Does(lists, blocks=nn.ModuleList(Does(appends, linear=linear()) for _ in range(3)))  # noqa: E731
     check(appending, mean_square, **settings)
 
-    def under_a_mode(m: Any, x: Tensor) -> Tensor:
-        """Autograd runs a backward without it."""
-        with Doubles():
+    def under_modes(m: Any, x: Tensor) -> Tensor:
+        """Autograd runs a backward without them."""
+        with Doubles(), default_dtype(torch.float64):
             return m.blocks(x)
 
-    moded = lambda: Does(under_a_mode, blocks=nn.Sequential(Block(), Block()))  # noqa: E731
-    check(moded, mean_square, unit={"classes": ["Block"]}, **settings)
+    def half(m: Any, x: Tensor) -> Tensor:
+        return torch.tanh(m.linear(x) * (torch.finfo(torch.get_default_dtype()).bits / 128))
+
+    moded = lambda: Does(under_modes, blocks=nn.Sequential(*(Does(half, linear=linear()) for _ in range(2))))  # noqa: E731
+    check(moded, mean_square, **settings)
 
 
 @on_ranks(2)
@@ -462,6 +466,16 @@ def test_torch_func_works_around_units(name: str) -> None:
         return loss
 
     check(Chain, work, stage=OUTER_STAGES)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_other_tensors_in_the_place_of_parameters_are_refused_where_units_are_computed_again(chunks: int) -> None:
+    with Sharded(Chain(), activation_checkpointing="blocks", vertical_chunks=chunks) as side, scope(side):
+        own = dict(side.module.named_parameters())
+        torch.func.functional_call(side.module, own, image(0))
+        with pytest.raises(RuntimeError, match="its own parameters.*torch.func.functional_call"):
+            torch.func.functional_call(side.module, {name: 2 * param for name, param in own.items()}, image(0))
 
 
 @on_ranks(2)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
 
 CHUNK = 1 << 20  # elements per step of a checksum
-BUFFER_LOOKS = 3  # syncs of buffers that look for writes through ``.data``, which raise no version, by checksums
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Key = tuple[int, int]  # bucket, slot
@@ -294,13 +293,17 @@ class Writes:
 
 
 class BufferSync:
-    """Detect changes of a module's buffers on any rank, and send rank 0's buffers after a change."""
+    """Detect changes of a module's buffers on any rank, and send rank 0's buffers after a change.
+
+    A write through ``.data`` raises no version. So checksums are compared too: before training steps 1, 2, 4, 8, ...,
+    and before evaluations. Once they have differed, buffers are sent every time.
+    """
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
         self._module, self._comm = ref(module), comm
         self._seen = self._now(module)
-        self._looks = BUFFER_LOOKS
-        self._sums: list[int] = []  # checksums after the last sync, while values are looked at
+        self._steps = 0
+        self._sums: list[tuple[Tensor, int, int]] = []  # buffers, versions and checksums when they were last compared
         self._always = False  # this rank has seen values change whose versions did not
 
     @staticmethod
@@ -308,12 +311,11 @@ class BufferSync:
         """List all buffers with their versions, which a write in place raises. Inference tensors have none: -1."""
         return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
 
-    def _checksums(self) -> list[int]:
-        return [checksum(b) for b, _ in self._seen if b.layout is torch.strided]
-
     @outside_autograd
-    def sync(self) -> None:
-        """Send rank 0's buffers to all ranks if any rank has changed its buffers since the last call. Collective."""
+    def sync(self, *, evaluates: bool = False) -> None:
+        """Send rank 0's buffers to all ranks if any rank has changed its buffers since the last call. Collective.
+
+        ``evaluates``: an evaluation follows, and no training step."""
         module = self._module()
         assert module is not None
         now = self._now(module)
@@ -322,14 +324,17 @@ class BufferSync:
         same = len(now) == len(self._seen) and all(
             b is old and version == before != -1 for (b, version), (old, before) in zip(now, self._seen, strict=True)
         )
-        self._always |= bool(same and self._sums and self._sums != self._checksums())
+        self._steps += not evaluates
+        looks = evaluates or not self._steps & (self._steps - 1)
+        if looks:
+            self._always |= any(b._version == version and checksum(b) != known for b, version, known in self._sums)
         # All ranks agree first, because a rank that broadcast alone would wait for the others for ever.
         if self._comm.max_(torch.tensor([self._always or not same], dtype=torch.uint8)).item():
             for dtype in sorted({b.dtype for b, _ in now}, key=str):
                 self._send([b for b, _ in now if b.dtype == dtype])
         self._seen = self._now(module)
-        self._looks -= 1
-        self._sums = self._checksums() if self._looks > 0 else []
+        if looks:
+            self._sums = [(b, v, checksum(b)) for b, v in self._seen if v != -1 and b.layout is torch.strided]
 
     def _send(self, buffers: list[Tensor]) -> None:
         flat = torch.cat([b.detach().reshape(-1) for b in buffers])

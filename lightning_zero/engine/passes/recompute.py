@@ -36,7 +36,7 @@ from lightning_zero.engine.passes.containers import (
     tensors_inside,
 )
 from lightning_zero.engine.passes.hooks import Hooks
-from lightning_zero.engine.torch_modes import function_modes, outside_graphs, under_function_modes
+from lightning_zero.engine.torch_modes import caller_modes, outside_graphs, under_modes
 from lightning_zero.engine.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class UnitForward:
         self.plain: Callable[..., object] = module.forward
         self.inner = self.plain
         self._module, self._hooks = ref(module), hooks
+        self._tables = [inner._parameters for inner in module.modules()]
+        self._known = {id(param) for table in self._tables for param in (*table.values(), None)}
         self._around: Around | None = None
 
     @property
@@ -75,7 +77,15 @@ class UnitForward:
         # updated=(): torch.compile would use attributes of a compiled forward to bypass this function.
         @functools.wraps(self.plain, updated=())
         def forward(*args: object, **kwargs: object) -> object:
-            return self.inner(*args, **kwargs) if self._around is None else self._around(self, args, kwargs)
+            if self._around is None:
+                return self.inner(*args, **kwargs)
+            if torch.is_grad_enabled() and not self._known.issuperset(id(p) for t in self._tables for p in t.values()):
+                raise RuntimeError(
+                    f"unit {self.unit.title}: expected a call with its own parameters, with which it is computed again "
+                    "in backward (zero.activation_checkpointing), got other tensors in their place (as by "
+                    "torch.func.functional_call): gradients would be wrong. Set zero.activation_checkpointing=none."
+                )
+            return self._around(self, args, kwargs)
 
         if (module := self._module()) is not None:
             # A graph must not lead through the unit, or a backward would not find the unit's weights.
@@ -292,7 +302,7 @@ class _Call:
         self._form = form
         # Weakly: the checkpoint decides which inputs stay alive; offloaded ones die on the device.
         self._inputs = [(ref(t), t._version) for t in tensors if not t.is_inference()]
-        self._modes = function_modes()
+        self._modes = caller_modes()
 
     def __call__(self, *tensors: Tensor) -> object:
         passes = self._passes()
@@ -307,7 +317,7 @@ class _Call:
         with contextlib.ExitStack() as around:
             if self._unit.reshards:
                 around.enter_context(passes.saved.packed())
-            around.enter_context(under_function_modes(self._modes))
+            around.enter_context(under_modes(self._modes))
             around.enter_context((self._buffers.again if again else self._buffers.first)(self._values))
             result = self._inner(*args, **kwargs)
         if not again:

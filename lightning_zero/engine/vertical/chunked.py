@@ -36,7 +36,7 @@ from lightning_zero.engine.passes.containers import (
     tensors_inside,
 )
 from lightning_zero.engine.passes.recompute import Context
-from lightning_zero.engine.torch_modes import function_modes, under_function_modes
+from lightning_zero.engine.torch_modes import caller_modes, under_modes
 
 
 class CannotDivide(RuntimeError):
@@ -211,12 +211,12 @@ class RandomState:
 
 
 class Modes:
-    """Saves autocast's settings of the CPU and of ``device_type``, and torch's active function modes."""
+    """Saves autocast's settings of the CPU and of ``device_type``, the default dtype and active function modes."""
 
     def __init__(self, device_type: str) -> None:
         kinds = [kind for kind in dict.fromkeys(("cpu", device_type)) if torch.amp.is_autocast_available(kind)]
         self._kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        self._function_modes = function_modes()
+        self._of_caller = caller_modes()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -224,7 +224,7 @@ class Modes:
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self._kinds:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
-            stack.enter_context(under_function_modes(self._function_modes))
+            stack.enter_context(under_modes(self._of_caller))
             yield
 
 
