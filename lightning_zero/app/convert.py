@@ -122,7 +122,10 @@ def _to_full(checkpoint: dict[str, Any], target: Path) -> None:
     with FakeTensorMode():
         fakes = {v: torch.empty(v.shape, dtype=v.dtype) for v in tree_leaves(checkpoint) if isinstance(v, StoredTensor)}
     with written_aside(target) as part:
-        content = {key: _mapped(lambda v: fakes.get(v, v), value) for key, value in checkpoint.items()}
+        content = {
+            key: _mapped(lambda v: fakes[v] if isinstance(v, StoredTensor) else v, value)
+            for key, value in checkpoint.items()
+        }
         skeleton = Skeleton(content, part.fd)
         done = skeleton.fill()
         for value, fake in LongWork(shows=True).items(list(fakes.items()), f"writing {target.name}, in tensors"):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -67,6 +69,17 @@ def under_modes(modes: tuple[torch.dtype, Sequence[TorchFunctionMode]]) -> Itera
             if not any(mode is other for other in there):
                 around.enter_context(mode)
         yield
+
+
+def keep_python_random() -> Callable[[], None]:
+    """Return a function that gives Python's and NumPy's random generators the states that they have now."""
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    return restore
 
 
 def without_history(method: Callable[P, R]) -> Callable[P, R]:

@@ -53,6 +53,11 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
         self.scaler.update(overflowed=overflowed)
         return result
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the loss scaler's state also under the name by which DDP's precision plugin loads it."""
+        if state := self.state_dict():
+            checkpoint["MixedPrecision"] = state
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the loss scaler's state from a checkpoint that DDP's or FSDP's precision plugin has saved."""
         for name in ("MixedPrecision", "FSDPPrecision"):

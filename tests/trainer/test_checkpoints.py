@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, EMAWeightAveraging, LambdaCallback
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -234,6 +235,20 @@ def test_training_goes_on_under_another_row_on_other_ranks(way: Way, tmp_path: P
     saves, loads = map(int, way.ranks.split("to"))
     expected = run(saves, _save, way, tmp_path)[0]
     run(loads, _resume, way, tmp_path, expected)
+
+
+@on_ranks(2)
+def test_ddp_goes_on_with_the_loss_scale_that_we_have_saved(tmp_path: Path) -> None:
+    path = tmp_path / "scaled.ckpt"
+
+    def scale(strategy: Any, **settings: Any) -> float:
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+        of = fit(strategy, tmp_path, plugins=plugin, max_epochs=1, **settings).trainer
+        of.save_checkpoint(path)
+        return of.precision_plugin.scaler.get_scale()
+
+    halves = LambdaCallback(on_train_end=lambda of, _: of.precision_plugin.scaler.update(overflowed=True))
+    assert scale("zero3", callbacks=[halves]) == scale(DDPStrategy(), ckpt_path=path) == 32
 
 
 @on_ranks(2)

@@ -36,7 +36,7 @@ from lightning_zero.engine.passes.containers import (
     tensors_inside,
 )
 from lightning_zero.engine.passes.hooks import Hooks
-from lightning_zero.engine.torch_modes import caller_modes, outside_graphs, under_modes
+from lightning_zero.engine.torch_modes import caller_modes, keep_python_random, outside_graphs, under_modes
 from lightning_zero.engine.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -303,6 +303,7 @@ class _Call:
         # Weakly: the checkpoint decides which inputs stay alive; offloaded ones die on the device.
         self._inputs = [(ref(t), t._version) for t in tensors if not t.is_inference()]
         self._modes = caller_modes()
+        self._draw_again = keep_python_random()  # the checkpoint does this for torch's generators
 
     def __call__(self, *tensors: Tensor) -> object:
         passes = self._passes()
@@ -318,6 +319,9 @@ class _Call:
             if self._unit.reshards:
                 around.enter_context(passes.saved.packed())
             around.enter_context(under_modes(self._modes))
+            if again:
+                around.callback(keep_python_random())
+                self._draw_again()
             around.enter_context((self._buffers.again if again else self._buffers.first)(self._values))
             result = self._inner(*args, **kwargs)
         if not again:
