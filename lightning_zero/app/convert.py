@@ -100,11 +100,11 @@ def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
         read = lambda low, high, _: value.reshape(-1)[low:high].to(wanted)  # noqa: E731
         return made.setdefault(place, StoredTensor(value.shape, wanted, read))
 
-    return _mapped(stored, tree)
+    return _mapped(Tensor, stored, tree)
 
 
-def _mapped(act: Callable[[Tensor], Any], tree: Any) -> Any:
-    made = tree_map_only(Tensor, act, tree)
+def _mapped(kind: type[Any], act: Callable[[Any], Any], tree: Any) -> Any:
+    made = tree_map_only(kind, act, tree)
     return versioned(made, tree) if hasattr(tree, "_metadata") else made
 
 
@@ -122,10 +122,7 @@ def _to_full(checkpoint: dict[str, Any], target: Path) -> None:
     with FakeTensorMode():
         fakes = {v: torch.empty(v.shape, dtype=v.dtype) for v in tree_leaves(checkpoint) if isinstance(v, StoredTensor)}
     with written_aside(target) as part:
-        content = {
-            key: _mapped(lambda v: fakes[v] if isinstance(v, StoredTensor) else v, value)
-            for key, value in checkpoint.items()
-        }
+        content = {key: _mapped(StoredTensor, fakes.__getitem__, value) for key, value in checkpoint.items()}
         skeleton = Skeleton(content, part.fd)
         done = skeleton.fill()
         for value, fake in LongWork(shows=True).items(list(fakes.items()), f"writing {target.name}, in tensors"):
