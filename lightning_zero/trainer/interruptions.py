@@ -38,8 +38,7 @@ class Interruptions:
     """Answers signals between two steps. A handler only notes the signal; at each step boundary all ranks agree on it.
 
     Lightning saves and broadcasts inside handlers. Ranks at different steps would then mix up their collectives. Here a
-    signal to one rank suffices: the agreement of each backward tells it to all ranks, so a signal that comes after the
-    last backward of a step is answered a step later::
+    signal to one rank suffices, and ranks agree by one small message per step::
 
         signal             training                                     only evaluating
         requeue_signal     save, requeue, leave (SLURM only)            requeue
@@ -63,8 +62,7 @@ class Interruptions:
         save_every_s: float | None = None,
     ) -> None:
         self._trainer = trainer
-        self._comm, self._passes = engine.comm, engine.passes
-        self._passes.news, self._passes.heard = self._news, []
+        self._comm = engine.comm
         self.training = training
         self._noted = _NOTHING
         self._save_every_s = save_every_s
@@ -128,34 +126,21 @@ class Interruptions:
 
         ``last``: training has ended, so no periodic save is needed.
         """
-        heard, self._passes.heard = self._passes.heard, []
-        if last or not heard:  # no backward has told, since the last boundary or validation
-            heard = self._comm.max_(torch.tensor(self._news(last=last), dtype=torch.int64)).tolist()
-        asked, failed = heard
+        due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
+        checkpoints = cast(Any, self._trainer.strategy)._checkpoints
+        noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.background.has_failed
+        asked, failed = self._comm.max_(torch.tensor(noted, dtype=torch.int64)).tolist()
         if failed:
-            cast(Any, self._trainer.strategy)._checkpoints.wait_for_writes()
+            checkpoints.wait_for_writes()
         if not asked:
             return
         at = contextlib.nullcontext() if last else self._as_lightning_saves()
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
-    def _news(self, *, last: bool = False) -> list[int]:
-        """Return what this rank asks for, and whether a background save has failed."""
-        due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
-        failed = cast(Any, self._trainer.strategy)._checkpoints.background.has_failed
-        return [max(self._noted, _SAVE if due else _NOTHING), failed]
-
-    def after_validation(self) -> None:
-        """Agree anew at the next boundary: a signal may have come since the last backward."""
-        if self.training:
-            self._passes.heard = []
-            _step_plateau_schedulers(self._trainer)
-
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
         """Answer ``asked``, a signal or due save: save, raise Left or both. In ``at`` loops can be saved.
         Collective."""
-        if self._noted <= asked:  # else it has come since ranks agreed, and is answered at the next boundary
-            self._noted = _NOTHING
+        self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
             if saves:
                 what = "saved" if asked == _SAVE else "interrupted: saved"
@@ -251,7 +236,7 @@ def repair_counts(trainer: pl.Trainer) -> None:
         total.ready -= 1
 
 
-def _step_plateau_schedulers(trainer: pl.Trainer) -> None:
+def step_plateau_schedulers(trainer: pl.Trainer) -> None:
     """Let ReduceLROnPlateau schedulers step after a resumed epoch if their metric was logged. Lightning skips them."""
     loop = trainer.fit_loop
     monitors = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]

@@ -36,7 +36,7 @@ from lightning_zero.sharding import shard
 from lightning_zero.trainer import loops
 from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
 from lightning_zero.trainer.fingerprints import Fingerprints
-from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts
+from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
 from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.long_sequences import LongSequences
@@ -484,8 +484,9 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self) -> None:
-        if self._interruptions is not None:
-            self._interruptions.after_validation()
+        assert self.lightning_module is not None
+        if self._interruptions is not None and self._interruptions.training:
+            step_plateau_schedulers(self.lightning_module.trainer)
 
     def _evaluate(self, key: str, step: Any, args: Any, kwargs: Any) -> Any:
         starts = self._evaluation_starts
@@ -543,7 +544,6 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         module, engine = self.lightning_module, self._engine_that_waits
         if module is not None and engine is not None:
             engine.passes.rest()
-            engine.passes.news = list
             self._show_held(engine, module)
             self._show_whole(engine)
         self._interruptions = None

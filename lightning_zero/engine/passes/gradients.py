@@ -154,13 +154,12 @@ class Reducer:
                 self._lagging_here.add(bucket)
         self._pump()
 
-    def end(self, news: Sequence[int] = ()) -> list[int]:
-        """Reduce late gradients and await all reductions. Returns the largest of all ranks for each of ``news``
-        (0-255), or an empty list inside :meth:`no_sync`, where ranks do not agree. Collective."""
+    def end(self, flag: bool = False) -> bool:
+        """Reduce late gradients and await all reductions. Returns whether any rank has set ``flag``. Collective."""
         reduced = [bucket for bucket, grads in self.grads.items() if grads.reduces]
         if not reduced:
-            return []
-        late, heard = self._agree(reduced, news)
+            return False
+        late, flagged = self._agree(reduced, flag)
         for bucket in late:
             self._issue(bucket)
         while self._in_flight:
@@ -176,7 +175,7 @@ class Reducer:
         self.unreduced &= not self.synchronize
         if self.synchronize:
             self._waiting.clear()
-        return heard
+        return flagged
 
     def refuse_unreduced(self, places: Iterable[Place]) -> None:
         """Raise RuntimeError if gradients at any rank's ``places`` are not fully reduced. Collective."""
@@ -202,18 +201,18 @@ class Reducer:
                 "not whole. Clear them (optimizer.zero_grad()), and run all backwards of the step again."
             )
 
-    def _agree(self, reduced: Sequence[Bucket], news: Sequence[int]) -> tuple[list[Bucket], list[int]]:
+    def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
         """Agree which slots of buckets ``reduced`` have gradients. Return the buckets to reduce again (for late
-        gradients), and the largest of all ranks for each of ``news``. Collective."""
+        gradients), and whether any rank has set ``flag``. Collective."""
         # All ranks' vectors need one length and order, so they cover all slots of all synchronized buckets.
         lagging = self._lagging.setdefault(self._key, set())
-        flags = [*news]
+        flags: list[bool] = [flag]
         for bucket in reduced:
             flags += [bucket in self._late, bucket in self._lagging_here]
             flags += [slot in self.grads[bucket].used for slot in range(len(bucket.params))]
         agreed = iter(self.comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist())
         late = []
-        heard = [next(agreed) for _ in news]
+        flagged = bool(next(agreed))
         for bucket in reduced:
             if next(agreed):
                 late.append(bucket)
@@ -222,7 +221,7 @@ class Reducer:
             grads = self.grads[bucket]
             grads.agreed = {slot for slot in range(len(bucket.params)) if next(agreed)}
             grads.used |= grads.agreed
-        return sorted(late, key=self.order.index), heard
+        return sorted(late, key=self.order.index), flagged
 
     def _learn_order(self) -> None:
         """Adopt the order in which buckets became ready on rank 0, the remaining buckets last. Collective."""

@@ -126,9 +126,6 @@ class Passes:
         self.sums: GradSums | None = None  # takes the gradients that arrive inside :meth:`adding_up`
         self.look: Look | None = None  # gets each gradient inside :meth:`looking`
         self.on_grad: Callable[[ParamInfo, Tensor], None] | None = None  # sees each gradient of this rank
-        # Small numbers (0-255) that the agreement of each backward takes along, and each one's maximum over all ranks.
-        self.news: Callable[[], list[int]] = list
-        self.heard: list[int] = []
 
     @property
     def key(self) -> str | None:
@@ -550,8 +547,7 @@ class Passes:
         self.order.end()
         # Before ``reducer.end`` too, whose message says whether this rank has written to parameters.
         self.writes.take_all_over()
-        told = self.reducer.end([self.writes.unconfirmed, *self.news()]) if self.look is None else []
-        written, *self.heard = told or [False, *self.heard]
+        written = self.look is None and self.reducer.end(self.writes.unconfirmed)
         self.sharded_grads.place_used()
         self.sharded_grads.backwards += self.look is None
         self._close()
