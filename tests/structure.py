@@ -34,18 +34,18 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 40_232,
-    "lines of the engine": 11_521,
+    "lines of the package": 40_215,
+    "lines of the engine": 11_501,
     "files of the engine": 44,
     "lines of the longest file": 600,
-    "lines of tests": 40_280,
+    "lines of tests": 40_266,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 42,
     "private names of Lightning": 10,
     "keys of zero": 42,
     "public members of the strategy": 12,
     "public members of Engine": 16,
-    "words of README and docs": 25_940,
+    "words of README and docs": 25_960,
     "calls of a step": 1_530,
     "files of a step": 29,
     "changes of file in a step": 840,

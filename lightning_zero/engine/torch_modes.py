@@ -1,14 +1,12 @@
-"""Decorators and contexts that set torch's grad, inference and autocast modes in place of the caller's modes."""
+"""Decorators and contexts that set torch's grad, inference, autocast and dtype modes in place of the caller's modes."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -55,8 +53,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def caller_modes() -> tuple[torch.dtype, list[TorchFunctionMode]]:
     """Return torch's default dtype and function modes (``with torch.device(...)`` activates one), innermost last."""
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return torch.get_default_dtype(), modes
+    return torch.get_default_dtype(), torch.overrides._get_current_function_mode_stack()  # type: ignore
 
 
 @contextlib.contextmanager
@@ -69,17 +66,6 @@ def under_modes(modes: tuple[torch.dtype, Sequence[TorchFunctionMode]]) -> Itera
             if not any(mode is other for other in there):
                 around.enter_context(mode)
         yield
-
-
-def keep_python_random() -> Callable[[], None]:
-    """Return a function that gives Python's and NumPy's random generators the states that they have now."""
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-    return restore
 
 
 def without_history(method: Callable[P, R]) -> Callable[P, R]:

@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError
 from lightning_zero.pretrained.stored import StoredTensor
-from lightning_zero.trainer.saves.sharded_checkpoints import read
+from lightning_zero.trainer.saves.sharded_checkpoints import OPTIMIZERS, divide, read
 from tests.harness import on_ranks, run_command
 from tests.trainer import toys
 from tests.trainer.toys import Lit, Odd, assert_weights, files, fit, loader, seeded, sharded, trainer, weights
@@ -207,6 +207,7 @@ def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
         (lambda: trainer(sharded(), tmp_path, plugins=[plugin]), "expected no CheckpointIO, got AsyncCheckpointIO"),
         (lambda: of.save_checkpoint(path, storage_options={"a": 1}), r"expected no storage_options, .* got \{'a': 1\}"),
         (lambda: of.save_checkpoint("s3://bucket/a.ckpt"), "a file system that is mounted, got s3://"),
+        (lambda: divide({OPTIMIZERS: [{"state": {0: {"m": [{4: 1}]}}}]}), "text as keys in optimizer .* got 4"),
     ]
     for act, says in acts:
         with pytest.raises(ConfigError, match=says):

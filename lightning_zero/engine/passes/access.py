@@ -314,7 +314,6 @@ class BufferSync:
     @outside_autograd
     def sync(self, *, evaluates: bool = False) -> None:
         """Send rank 0's buffers to all ranks if any rank has changed its buffers since the last call. Collective.
-
         ``evaluates``: an evaluation follows, and no training step."""
         module = self._module()
         assert module is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,7 +38,7 @@ from lightning_zero.engine.passes.containers import (
     tensors_inside,
 )
 from lightning_zero.engine.passes.hooks import Hooks
-from lightning_zero.engine.torch_modes import caller_modes, keep_python_random, outside_graphs, under_modes
+from lightning_zero.engine.torch_modes import caller_modes, outside_graphs, under_modes
 from lightning_zero.engine.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -81,9 +83,9 @@ class UnitForward:
                 return self.inner(*args, **kwargs)
             if torch.is_grad_enabled() and not self._known.issuperset(id(p) for t in self._tables for p in t.values()):
                 raise RuntimeError(
-                    f"unit {self.unit.title}: expected a call with its own parameters, with which it is computed again "
-                    "in backward (zero.activation_checkpointing), got other tensors in their place (as by "
-                    "torch.func.functional_call): gradients would be wrong. Set zero.activation_checkpointing=none."
+                    f"unit {self.unit.title}: expected its own parameters, with which it is computed again in a "
+                    "backward, got other tensors (torch.func.functional_call), whose gradients would be wrong. Set "
+                    "zero.activation_checkpointing=none."
                 )
             return self._around(self, args, kwargs)
 
@@ -303,7 +305,7 @@ class _Call:
         # Weakly: the checkpoint decides which inputs stay alive; offloaded ones die on the device.
         self._inputs = [(ref(t), t._version) for t in tensors if not t.is_inference()]
         self._modes = caller_modes()
-        self._draw_again = keep_python_random()  # the checkpoint does this for torch's generators
+        self._random = random.getstate(), np.random.get_state(legacy=False)  # the checkpoint keeps torch's generators
 
     def __call__(self, *tensors: Tensor) -> object:
         passes = self._passes()
@@ -320,8 +322,10 @@ class _Call:
                 around.enter_context(passes.saved.packed())
             around.enter_context(under_modes(self._modes))
             if again:
-                around.callback(keep_python_random())
-                self._draw_again()
+                around.callback(random.setstate, random.getstate())
+                around.callback(np.random.set_state, np.random.get_state(legacy=False))
+                random.setstate(self._random[0])
+                np.random.set_state(self._random[1])
             around.enter_context((self._buffers.again if again else self._buffers.first)(self._values))
             result = self._inner(*args, **kwargs)
         if not again:

@@ -289,9 +289,7 @@ def find_topology(
     waits: Waits,
 ) -> Topology:
     """Find out which ranks share shards. `group` has all ranks of the engine, and is None for one rank. Collective.
-
-    Raises ConfigError if nodes do not fit `zero.hybrid_shard`.
-    """
+    Raises ConfigError if nodes do not fit `zero.hybrid_shard`."""
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
     names = [name for name, *_ in table]

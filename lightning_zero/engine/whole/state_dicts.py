@@ -386,7 +386,8 @@ def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
     engine.passes.writes.take_all_over()
     with engine.passes.fence.lowered("load_state_dict()"), _CopyIntoShards(engine) as copies:
         yield copies
-        for module in engine.module.modules():  # what is put in place of a tensor (states of metrics), as files may go
+        # Read what modules have put in the place of their own tensors (states of metrics): the folder may go.
+        for module in engine.module.modules():
             for held in (vars(module), module._buffers):
                 held.update([(name, v.whole()) for name, v in held.items() if isinstance(v, StoredTensor)])
     masters_changed(engine)

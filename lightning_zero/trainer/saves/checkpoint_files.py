@@ -63,8 +63,8 @@ class CheckpointFiles(Processes):
                 f"{options!r}. Leave them out, or choose zero/checkpoint=full."
             )
         folder = local_path(self.broadcast(str(path)))
-        parts, waits = divide(checkpoint, **settings), self._waits
-        save_folder(*parts, folder, dist.group.WORLD, waits, behind=behind, long_work=self._long_work)
+        parts = self._together("dividing a checkpoint", lambda: divide(checkpoint, **settings))
+        save_folder(*parts, folder, dist.group.WORLD, self._waits, behind=behind, long_work=self._long_work)
 
     def _read_checkpoint(
         self, path: Any, weights_only: bool | None, *, verified: bool, of_trainer: bool = True

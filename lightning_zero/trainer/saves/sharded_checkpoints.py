@@ -56,15 +56,17 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ``checkpoint``'s entries for DCP's files, and those for ``meta.pt``. ``named``: keys of optimizers."""
+    """Return ``checkpoint``'s entries for DCP's files, and those for ``meta.pt``. ``named``: keys of optimizers.
+
+    Raises ConfigError for optimizer state that DCP's files would not give back."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
     for key, value in checkpoint.items():
         if key in named:
-            state[key] = value
+            state[key] = _checked(value)
         elif key == OPTIMIZERS:
-            state |= {f"optimizer_{number}": entry for number, entry in enumerate(value)}
+            state |= {f"optimizer_{number}": _checked(entry) for number, entry in enumerate(value)}
             record["optimizers"] = len(value)
         elif key == MODULE or _has_parts(value):
             state[key] = value
@@ -79,6 +81,22 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
     if record:
         extra[RECORD] = record
     return state, extra
+
+
+def _checked(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an optimizer's state dict. Raise ConfigError if keys inside are no text, as a folder would change them."""
+    inside = [*optimizer.get("state", {}).values(), *optimizer.get("param_groups", ())]
+    for value in inside:  # grows by what is in each value
+        if isinstance(value, Mapping):
+            if numbers := [key for key in value if not isinstance(key, str)]:
+                raise ConfigError(
+                    "zero/checkpoint=sharded: expected text as keys in optimizer state, because DCP's files turn all "
+                    f"keys into text, got {numbers[0]!r}. Choose zero/checkpoint=full."
+                )
+            inside += value.values()
+        elif isinstance(value, list | tuple):
+            inside += value
+    return optimizer
 
 
 def _has_parts(value: Any) -> bool:
