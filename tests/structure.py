@@ -34,8 +34,8 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 40_215,
-    "lines of the engine": 11_501,
+    "lines of the package": 40_218,
+    "lines of the engine": 11_504,
     "files of the engine": 44,
     "lines of the longest file": 600,
     "lines of tests": 40_266,

@@ -103,7 +103,6 @@ class Reducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In the body, backwards at stages 0 and 1 do not reduce gradients; at stages 2 and 3 they do."""
         previous, self.synchronize = self.synchronize, False
         try:
             yield

@@ -383,6 +383,10 @@ class Passes:
         with self.backward_scope():
             loss.backward(**kwargs)
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which backwards at stages 0 and 1 do not reduce gradients; at stages 2 and 3 they do."""
+        return self.reducer.no_sync()
+
     @outside_autograd
     def _begin_backward(self, *, explicit: bool) -> None:
         """Prepare units, gradients and the reducer for a backward. ``explicit``: the caller will end the backward."""
