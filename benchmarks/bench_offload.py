@@ -28,8 +28,8 @@ from torch import nn
 from benchmarks import bench, bench_vertical
 from benchmarks.rates import disk_rates
 from benchmarks.sides.side import make_adamw
-from lightning_zero.config import Offload
 from lightning_zero.planning.placement import OFFLOADS
+from lightning_zero.settings import Offload
 
 ROWS = [row.name for row in OFFLOADS if row is not Offload.none]
 LARGE = {"vocab_size": 8192, "n_layer": 22, "n_head": 16, "d_model": 1024, "block_size": 256}  # 294 M parameters

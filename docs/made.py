@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for `mkdocs`, which does not look into the current folder
 
-from lightning_zero.config import MIB, ZeroConfig  # noqa: E402
+from lightning_zero.settings import MIB, ZeroConfig  # noqa: E402
 
 BEGIN, END = "<!-- made from the code by `make docs` -->", "<!-- end -->"
 # Pages of the site that lie outside of docs/, by their name there.

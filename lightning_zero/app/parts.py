@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_zero.app.instantiate import accepted_arguments, build, build_all, check_values, is_first
 from lightning_zero.app.schema import Task, TrainConfig
-from lightning_zero.config import ConfigError, Precision, nearest
 from lightning_zero.planning.topology import check_groups
+from lightning_zero.settings import ConfigError, Precision, nearest
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule

@@ -48,10 +48,10 @@ from lightning_zero.app.parts import (
     check_data,
 )
 from lightning_zero.app.schema import Task, TrainConfig, register_schema
-from lightning_zero.config import ConfigError
 from lightning_zero.data.sources import check_path
 from lightning_zero.ranks.resume import REFUSED, write_outcome
 from lightning_zero.ranks.started_by import launched
+from lightning_zero.settings import ConfigError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -281,7 +281,7 @@ def _quieten(task: Task) -> None:
         warnings.filterwarnings("ignore", message=r"The dirpath has changed from")
 
 
-@hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="train")
+@hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf.app", config_name="train")
 def _task(cfg: DictConfig) -> float | None:
     with refusals():
         return run(train_config(cfg))

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, PrecisionConfig, ZeroConfig, check_decided
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.fabric.checkpoints import Checkpoints
@@ -28,6 +27,7 @@ from lightning_zero.lightning_api import (
     FabricScriptLauncher,
     fabric,
 )
+from lightning_zero.settings import ConfigError, PrecisionConfig, ZeroConfig, check_decided
 from lightning_zero.sharding import shard
 from lightning_zero.trainer.launchers import Forking
 from lightning_zero.trainer.settings import settings_of, with_precision

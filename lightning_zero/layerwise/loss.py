@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engines
 from lightning_zero.engine.passes.recompute import Context
 from lightning_zero.engine.vertical.chunked import Chunked, Inputs
 from lightning_zero.sequence.part import current
+from lightning_zero.settings import ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_zero.config import ConfigError
 from lightning_zero.lightning_api import CombinedLoader, pl
+from lightning_zero.settings import ConfigError
 
 
 def check_last_batches(trainer: pl.Trainer, vertical_chunks: int) -> None:

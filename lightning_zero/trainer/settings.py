@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_zero.config import LossMean, Precision, ZeroConfig, check_prefetch, make_config, make_folder
 from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.layerwise.float8 import check_torchao
 from lightning_zero.planning.activations import Activations
+from lightning_zero.settings import LossMean, Precision, ZeroConfig, check_prefetch, make_config, make_folder
 from lightning_zero.tiers.claims import check_folder
 
 

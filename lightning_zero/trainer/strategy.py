@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
-from lightning_zero.config import ConfigError, LossMean, ZeroConfig, for_layout, is_decided, parse_bytes, with_rows
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.passes.compiled import find_compiler, needs_compiler
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
@@ -32,6 +31,7 @@ from lightning_zero.lightning_api import (
 from lightning_zero.mesh.plans import mesh_for, split_module
 from lightning_zero.planning.memory import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
+from lightning_zero.settings import ConfigError, LossMean, ZeroConfig, for_layout, is_decided, parse_bytes, with_rows
 from lightning_zero.sharding import shard
 from lightning_zero.trainer import loops
 from lightning_zero.trainer.callbacks import averaging, stochastic_averaging

@@ -18,9 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_zero.app import jobs, train
 from lightning_zero.app.replay import compare, read
-from lightning_zero.config import ConfigError
 from lightning_zero.models.gpt import GPT, LitGPT
 from lightning_zero.models.language_model import decay_groups, warmup_cosine
+from lightning_zero.settings import ConfigError
 from tests.harness import ROOT, forked, run_command
 
 LIMIT_S = 880  # of a busy machine

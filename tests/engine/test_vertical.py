@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, gather
 from lightning_zero.engine.vertical.chunked import CannotDivide
 from lightning_zero.layerwise.loss import chunks_of
+from lightning_zero.settings import ConfigError
 from tests.engine.test_offload import offload
 from tests.engine.works import autocast, language_loss, loss_at, tokens
 from tests.harness import on_ranks

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero import ZeroFabricStrategy, ZeroPrecision, ZeroStrategy
-from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.settings import ConfigError, ZeroConfig, make_config
 from tests.harness import on_ranks
 from tests.models import Does
 from tests.trainer import toys

@@ -19,7 +19,6 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import Context, UnitForward, without_empty_caches
@@ -35,6 +34,7 @@ from lightning_zero.engine.vertical.chunked import (
     first_size,
 )
 from lightning_zero.engine.vertical.trial import Trial
+from lightning_zero.settings import ConfigError, ZeroConfig
 
 _HELP = (
     "Run such units on the whole batch with zero.unit.whole_batch=[Class], choose other units with zero.unit.classes, "
