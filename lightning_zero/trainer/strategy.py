@@ -47,7 +47,7 @@ from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
 from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
-from lightning_zero.trainer.settings import settings_of, with_precision
+from lightning_zero.trainer.settings import settings_of, strategies, with_precision
 from lightning_zero.trainer.step_tokens import StepTokens
 from lightning_zero.trainer.summary import held_rows, print_held, print_units
 
@@ -97,6 +97,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         **settings: Any,
     ) -> None:
         self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
+        strategies.add(self)
         self._asked_precision = self.config.precision.name
         self._module: pl.LightningModule | None = None
         self._given_offload = self.config.offload  # has the settings of rows that restage() may choose later

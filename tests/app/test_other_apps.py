@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_zero.app.unread import check_read
 from lightning_zero.presets import PRESETS
-from lightning_zero.settings import ZeroConfig, make_config
+from lightning_zero.settings import ConfigError, ZeroConfig, make_config
 from lightning_zero.trainer.strategy import ZeroStrategy
 from tests.harness import run_command
 
@@ -95,6 +103,52 @@ def test_each_preset_is_a_file_of_strategy(conf: Path, name: str, monkeypatch: p
     assert made(compose("train", [OURS, f"strategy={name}", *path]), "strategy") == expected
     changed = compose("train", [OURS, f"strategy={name}", "zero/stage=zero1", "zero/offload=none"])
     assert made(changed, "strategy") == make_config(stage="zero1")  # the command line wins
+
+
+def refusal(overrides: list[str], *made: ZeroConfig) -> str:
+    """What is said as a Trainer is made, in an app with these overrides and strategies with these settings."""
+    cfg = compose("train", overrides, return_hydra_config=True)
+    with mock.patch("lightning_zero.app.unread.strategies", [SimpleNamespace(config=each) for each in made]):
+        try:
+            check_read(cfg.hydra)
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_settings_that_no_strategy_reads_are_refused(conf: Path) -> None:
+    chosen = ["+zero/into=trainer", "zero/precision=float8", "zero.prefetch_bytes=64MB", "zero.unit.classes=[Block]"]
+    zero = OmegaConf.to_object(compose("train", chosen).zero)
+    other, later = make_config(stage="zero3"), make_config(stage="zero3", prefetch_bytes="64MB")
+    assert isinstance(zero, ZeroConfig) and not refusal(chosen, zero) and not refusal(chosen, other, zero)
+    assert refusal(["+zero/precision=bf16"]).startswith("zero/precision=bf16: expected a strategy that reads the group")
+    assert "got one with other settings" in refusal(["+zero/stage=zero2"], other)
+    assert refusal(["+zero/precision=float8"], other) and refusal([*chosen, "zero/offload=cpu"], zero)
+    assert not refusal(["trainer.strategy=zero3"], other) and not refusal(["+zero/stage=zero3"], other)
+    assert not refusal(["+zero.prefetch_bytes=64MB"], other, later)
+    assert refusal(["+zero.prefetch_bytes=64MB"], other).startswith("zero.prefetch_bytes=64MB: ")
+    assert refusal(["+zero=default"], make_config(stage="zero1")) and not refusal(["+zero=default", "~zero"])
+
+
+def test_the_check_is_called_as_a_trainer_is_made(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [*entry_points(group="lightning.pytorch.callbacks_factory", name="lightning_zero")]
+    points += entry_points(group="lightning.fabric.callbacks_factory", name="lightning_zero")
+    assert [point.value for point in points] == ["hydra_plugins.lightning_zero_unread:check"] * 2
+    Trainer(accelerator="cpu", logger=False)
+    HydraConfig.instance().set_config(compose("train", ["+zero/stage=zero2"], return_hydra_config=True))
+    try:
+        for make in (Trainer, Fabric):
+            with pytest.raises(ConfigError, match="zero/stage=zero2: expected a strategy that reads the group zero"):
+                make(accelerator="cpu", strategy="zero1")
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+def test_a_package_without_its_groups_says_so(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SourcesRegistry.instance().resolve("lightning_zero").is_group.__globals__, "CONF", tmp_path)
+    assert compose("train", ["optimizer=sgd"]).optimizer == "sgd"
+    with pytest.raises(ConfigError, match="zero/stage: expected the groups of lightning_zero in .*, got no folder"):
+        compose("train", ["+zero/stage=zero2"])
 
 
 APP = """

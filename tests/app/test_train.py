@@ -185,7 +185,7 @@ def test_a_model_of_ones_own_whose_mistake_keeps_its_traceback(tmp_path: Path) -
     # The other rank would wait for longer than `run` does.
     done = run(tmp_path, *SMALL, *mistake, "logger=none", f"zero.stall_timeout_s={2 * LIMIT_S}", code=None)
     assert done.returncode != 0
-    assert "note: users_model.Lit takes no" in done.stdout
+    assert "note: users_model.Lit gets width=4, fail_on_rank=1 of model.*: what you have set." in done.stdout
     assert "users_model.py" in done.stderr
     assert "RuntimeError: my own mistake" in done.stderr
 
