@@ -158,6 +158,9 @@ def meant(given: str, conf: _Conf, options: list[str] | None = None) -> str:
         if not value:
             return there
     elif group not in conf.groups and (below := conf.inside(path)):
+        for inner, files in conf.groups.items():
+            if inner.startswith(f"{group}/") and (choice := nearest(value, files, exact=True)):
+                return f"Did you mean {inner}={choice}?"
         return f"There are {', '.join(below)} in {path}."
     right = f"{'~' * given.startswith('~')}{group if group in conf.groups else path}{equals}{value}"
     return f"Did you mean {right}? {there}".rstrip() if right != given else ""

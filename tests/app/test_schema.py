@@ -236,6 +236,7 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
     # a group for a setting, and the other way round
     ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
     ("zero.offload=nvm", ["Did you mean zero/offload=nvme? There are zero/offload=auto, "]),
+    ("zero=zero2", ["Could not override 'zero'. No match in the defaults list. Did you mean zero/stage=zero2?\n"]),
     ("stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
     ("machine=h100", ["Could not override 'machine'. No match in the defaults list. There are callbacks, "]),
     ("callbacks.best.monitor=x", ["Did you mean callbacks=best callbacks.best.monitor=x? "]),
