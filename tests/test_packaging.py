@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Callable
@@ -139,25 +140,36 @@ def test_no_names_of_machines_or_indexes() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools leaves a build folder, whose old files would go into the next wheel."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source distribution and the wheel that is made of it. Built from a copy: setuptools leaves a
+    build folder, whose old files would go into the next wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("lightning_zero", "hydra_plugins", "tests", "examples"):
+    for name in ("lightning_zero", "conf", "hydra_plugins", "tests", "examples"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = ("python", "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder, source)
-    run_command(*pip, timeout=250, code=0)
-    return next(folder.glob("*.whl"))
+    build = f"import os; from setuptools.build_meta import build_sdist; os.chdir({str(source)!r}); build_sdist('..')"
+    run_command("python", "-c", build, timeout=250, code=0)
+    pip = ("python", "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder)
+    run_command(*pip, next(folder.glob("*.tar.gz")), timeout=250, code=0)
+    return folder
+
+
+@pytest.fixture
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
 
 
 @pytest.mark.full
 def test_what_is_in_the_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    shipped = {f.relative_to(ROOT).as_posix() for f in (ROOT / "lightning_zero" / "conf").rglob("*.yaml")}
-    assert shipped <= names
+    shipped = {f"lightning_zero/conf/{f.relative_to(ROOT / 'conf')}" for f in (ROOT / "conf").rglob("*.yaml")}
+    with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as sources:
+        inside = {member.name.partition("/")[2] for member in sources if member.isfile()}
+    for kind in (names, inside):
+        assert {name for name in kind if name.endswith(".yaml") and name.startswith("lightning_zero")} == shipped
     assert {"lightning_zero/py.typed", "hydra_plugins/lightning_zero_plugin/__init__.py"} <= names
     assert "hydra_plugins/__init__.py" not in names  # it would hide the plugins of others
     tops = {n.split("/")[0] for n in names if ".dist-info/" not in n}
