@@ -46,6 +46,9 @@ PRINT_VERSIONS = (
     "from importlib.metadata import distributions as d; import json; "
     "print(json.dumps({x.metadata['Name'].lower().replace('_', '-'): x.version for x in d()}))"
 )
+COUNT_SETTINGS = (
+    "import lightning_zero.conf as c; from pathlib import Path; print(len([*Path(c.__file__).parent.rglob('*.yaml')]))"
+)
 
 
 def install_tools() -> None:
@@ -182,11 +185,11 @@ def last_lines(done: subprocess.CompletedProcess[str]) -> str:
 def check_words(containers: Containers, checks: Checks) -> None:
     """What is answered without training."""
     done = containers.run("--help")
-    checks.expect(
-        "--help shows the groups, without a folder",
-        done.returncode == 0 and "zero/stage" in done.stdout,
-        last_lines(done),
-    )
+    known = done.returncode == 0 and "\n  checkpoint " in done.stdout
+    checks.expect("--help shows the commands, without a folder", known, last_lines(done))
+    done = containers.run("train", "--help")
+    known = done.returncode == 0 and "zero/stage" in done.stdout
+    checks.expect("train --help shows the groups, without a folder", known, last_lines(done))
     with folder_for_runs(containers) as runs:
         for typo, said in (
             ("experimnt=tiny", "experimnt"),
@@ -216,6 +219,9 @@ def check_contents(containers: Containers, checks: Checks) -> None:
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (image.ROOT / "docker/constraints.txt").read_text(), re.MULTILINE))
     others = {name: version for name, version in found.items() if pins.get(name) != version.partition("+")[0]}
     checks.expect(f"all {len(found)} packages are those of constraints.txt", found and not others, others)
+    done = containers.run("python", "-c", COUNT_SETTINGS)
+    shipped = sum(1 for _ in (image.ROOT / "conf").rglob("*.yaml"))
+    checks.expect(f"all {shipped} files of conf are there", done.stdout.strip() == str(shipped), last_lines(done))
     done = containers.run("sh", "-c", "command -v gcc git pip; find / -xdev -user 1000 ! -path '/home/*' 2> /dev/null")
     left = [line for line in done.stdout.split() if line not in ("/runs", "/usr/bin/pip", "/usr/local/bin/pip")]
     checks.expect("no tools of the build, and nothing that its user could change", not left, left[:20])

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import lightning_zero.__main__ as entry_point
 from tests.harness import ROOT, run_command
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PYTHONS = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
 TEXT_FILES = ["pyproject.toml", "Makefile", "README.md", "constraints-cpu.txt", ".ci/run", ".pre-commit-config.yaml"]
 
 
@@ -103,10 +105,22 @@ def test_everything_that_is_imported_is_a_dependency() -> None:
 def test_ci_runs_both_tiers_in_its_time() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    limits = re.findall(r"^within (\d+) (\S+)", script.read_text(), re.MULTILINE)
-    assert [target for _, target in limits] == ["test", "test-full", "test-extras", "test-cuda"]
-    seconds = re.findall(r"timeout (\d+)", script.read_text())
-    assert sum(60 * int(minutes) for minutes, _ in limits) + sum(map(int, seconds)) <= 85 * 60
+    text, others = script.read_text(), len(PYTHONS) - 1
+    limits = re.findall(r"^ *(?:within|other \S+) (\d+) (\S+)", text, re.MULTILINE)
+    expected = ["lint", "test", "test", "smoke", "test-full", "test-extras", "test-cuda", "image-test"]
+    assert [target for _, target in limits] == expected
+    times = [others - 1 if target == "smoke" else 1 for _, target in limits]
+    seconds = re.findall(r"timeout (\d+)", text)
+    minutes = sum(int(minutes) * times for (minutes, _), times in zip(limits, times, strict=True))
+    assert 60 * minutes + sum(map(int, seconds)) <= 85 * 60
+
+
+def test_python_is_one_of_those_that_are_promised() -> None:
+    """In pyproject.toml, whose list .ci/run reads, and in the README."""
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in PYTHONS
+    following = PYTHONS[-1].partition(".")[2]
+    assert PROJECT["project"]["requires-python"] == f">={PYTHONS[0]},<3.{int(following) + 1}"
+    assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}," in (ROOT / "README.md").read_text()
 
 
 def test_make_targets_are_there_and_install_by_themselves() -> None:
@@ -139,25 +153,36 @@ def test_no_names_of_machines_or_indexes() -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools leaves a build folder, whose old files would go into the next wheel."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source distribution and the wheel that is made of it. Built from a copy: setuptools leaves a
+    build folder, whose old files would go into the next wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("lightning_zero", "hydra_plugins", "tests", "examples"):
+    for name in ("lightning_zero", "conf", "hydra_plugins", "tests", "examples"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = ("python", "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder, source)
-    run_command(*pip, timeout=250, code=0)
-    return next(folder.glob("*.whl"))
+    build = f"import os; from setuptools.build_meta import build_sdist; os.chdir({str(source)!r}); build_sdist('..')"
+    run_command("python", "-c", build, timeout=250, code=0)
+    pip = ("python", "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder)
+    run_command(*pip, next(folder.glob("*.tar.gz")), timeout=250, code=0)
+    return folder
+
+
+@pytest.fixture
+def wheel(built: Path) -> Path:
+    return next(built.glob("*.whl"))
 
 
 @pytest.mark.full
 def test_what_is_in_the_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    shipped = {f.relative_to(ROOT).as_posix() for f in (ROOT / "lightning_zero" / "conf").rglob("*.yaml")}
-    assert shipped <= names
+    shipped = {f"lightning_zero/conf/{f.relative_to(ROOT / 'conf')}" for f in (ROOT / "conf").rglob("*.yaml")}
+    with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as sources:
+        inside = {member.name.partition("/")[2] for member in sources if member.isfile()}
+    for kind in (names, inside):
+        assert {name for name in kind if name.endswith(".yaml") and name.startswith("lightning_zero")} == shipped
     assert {"lightning_zero/py.typed", "hydra_plugins/lightning_zero_plugin/__init__.py"} <= names
     assert "hydra_plugins/__init__.py" not in names  # it would hide the plugins of others
     tops = {n.split("/")[0] for n in names if ".dist-info/" not in n}

@@ -144,7 +144,7 @@ def _to_safetensors(checkpoint: dict[str, Any], target: Path, shard_nbytes: int,
     metas = {value: torch.empty(value.shape, dtype=value.dtype, device="meta") for value in own.values()}
     like = {name: metas[value] for name, value in own.items()}
     plan = outgoing(model if model is not None else torch.nn.Module(), like)
-    files = Files(plan.tensors(like), shard_nbytes)
+    files = Files(plan.files(like), shard_nbytes)
     with written_aside(target, folder=True) as part, Writer(files, part.path) as writer:
         files.make(part.path)
         for name, key in LongWork(shows=True).items(list(plan.renamed.items()), f"writing {target.name}, in tensors"):
@@ -153,4 +153,4 @@ def _to_safetensors(checkpoint: dict[str, Any], target: Path, shard_nbytes: int,
             for name, value in group.convert({key: own[key].whole() for key in group.members}).items():
                 writer.write_whole(name, value)
         dtype = next((value.dtype for value in like.values() if value.is_floating_point()), None)
-        write_extras(model, part.path, dtype, record.get("source"), adapters=False)
+        write_extras(model, part.path, dtype, record.get("source"))

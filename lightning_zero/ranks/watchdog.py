@@ -54,15 +54,17 @@ def connection_of_its_own(store: Any) -> Any:
 
 def within(seconds: float, ask: Callable[[], T], default: T) -> T:
     """Call ``ask`` in a thread. Return its result; ``default`` if it takes longer than ``seconds``, because behind a
-    cut network a store neither answers nor fails."""
+    cut network a store neither answers nor fails, or if no thread can be started: some versions of Python start none
+    once the interpreter is ending."""
     found = [default]
 
     def answer() -> None:
         found[0] = ask()
 
     thread = threading.Thread(target=answer, name="lightning_zero-asks", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    with contextlib.suppress(RuntimeError):
+        thread.start()
+        thread.join(seconds)
     return found[0]
 
 
@@ -96,6 +98,7 @@ class Watchdog:
         self._notices_broken_connections, self._end = notices_broken_connections, end
         self._meetings = 0
         self._left = False
+        self._leaving = threading.Event()
         self._store = store
         self._every_s = EVERY_S * max(1.0, self._world_size / RANKS_AT_THIS_PACE)
         self.peers = Peers(store, self._prefix, self._rank, self._world_size, self._every_s)
@@ -105,13 +108,14 @@ class Watchdog:
         self._trains = _Standstill(threading.get_ident())
         self._heard_s = time.monotonic()  # when the store last answered
         self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, name="lightning_zero-places", daemon=True),
-            threading.Thread(target=self._judge, name="lightning_zero-judges", daemon=True),
-        ]
+        targets = {"places": self._run, "judges": self._judge, "leaves": self._leave}
+        self._threads = {
+            name: threading.Thread(target=target, name=f"lightning_zero-{name}", daemon=True)
+            for name, target in targets.items()
+        }
         _say_goodbye_at_the_end()
         _LIVE.add(self)
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.start()
         finalize(watched, self._stop.set)  # the event's method: a method of this object would keep the object alive
 
@@ -319,17 +323,24 @@ class Watchdog:
         within(timeout_s + ANSWER_S, meet, None)
         return list(missing)
 
+    def _leave(self) -> None:
+        """Post this rank's goodbye when told to. A thread that waits from the start on does so, because Python 3.12
+        starts none at exit, and any thread that asks the store may be stuck there."""
+        self._leaving.wait()
+        self.peers.leave()
+
     def leave(self) -> None:
         if not self._left:
             self._left = True
-            within(ANSWER_S, self.peers.leave, None)
+            self._leaving.set()
+            self._threads["leaves"].join(ANSWER_S)
 
     def stop(self) -> None:
         """Post that this rank leaves, and end the threads; not if another rank is gone, as later calls may hang."""
         self.leave()
         if self._gone is None:
             self._stop.set()
-            for thread in self._threads:
+            for thread in self._threads.values():
                 thread.join(ANSWER_S)
 
 

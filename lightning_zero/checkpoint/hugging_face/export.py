@@ -10,6 +10,7 @@ import copy
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.durable import Part, naming, written_aside
 from lightning_zero.checkpoint.hugging_face.files import Files, Writer
-from lightning_zero.checkpoint.hugging_face.names import ADAPTERS, Group, Outgoing, outgoing
+from lightning_zero.checkpoint.hugging_face.names import Group, Outgoing, folder_of, outgoing
 from lightning_zero.checkpoint.sharded.items import by_home
 from lightning_zero.comm.agreements import broadcast_object, together
 from lightning_zero.engine import Engine, engine_of
@@ -30,7 +31,7 @@ from lightning_zero.engine.units.master_storage import MasterStorage, opened
 from lightning_zero.engine.units.packed import prefixes_beside
 from lightning_zero.engine.whole.state_dicts import sharded_state_dict
 from lightning_zero.engine.whole.values import TensorParts, in_whole
-from lightning_zero.pretrained.folder import SINGLE
+from lightning_zero.engine.whole.whole_params import show_gathered
 from lightning_zero.settings import ConfigError
 
 T = TypeVar("T")
@@ -95,7 +96,23 @@ class _Tensors:
         like = {key: self._like(key, value) for key, value in state.items() if isinstance(value, Tensor)}
         first: dict[int, Tensor] = {}  # one object for each object of ``state``, so that tied parameters stay tied
         tied = {key: first.setdefault(id(state[key]), value) for key, value in like.items()}
-        return state, like, self._together("its names", lambda: outgoing(self._engine.module, tied))
+        plan = self._outgoing(tied)
+        if plan.reads:
+            params = {key: self._infos[key].param for key in plan.reads if key in self._infos}
+            with show_gathered(self._engine, params.values()):
+                for key in plan.reads:
+                    tied[key] = params.get(key, state[key]).detach().to(like[key].dtype)
+                plan = self._outgoing(tied)
+        if plan.adapters:
+            renamed = broadcast_object(self._engine._group, plan.renamed, 0, self._engine.comm.waits)
+            plan = plan._replace(renamed=renamed)
+        return state, like, plan
+
+    def _outgoing(self, state: Mapping[str, Tensor]) -> Outgoing:
+        with self._engine.passes.fence.lowered():  # PEFT asks modules for the names in their state dicts
+            act = partial(outgoing, self._engine.module, state, asks=self._engine.comm.rank == 0)
+            found: Outgoing = self._together("its names", act)
+            return found
 
     def _like(self, key: str, value: Tensor) -> Tensor:
         """Return a meta tensor with the shape and dtype that the tensor ``key`` will have in the files."""
@@ -161,7 +178,8 @@ class _Export(_Tensors):
     # -- steps on all ranks ---------------------------------------------------------------------------------------
 
     def _begin(self, stack: Any, plan: Outgoing, like: Mapping[str, Tensor]) -> tuple[Files, Part | None]:
-        files = Files(plan.tensors(like), self._shard_nbytes, ADAPTERS if plan.adapters else SINGLE)
+        # PEFT reads the adapters of one file.
+        files = Files(plan.files(like), self._shard_nbytes if not plan.adapters else sys.maxsize)
         if self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
             raise ConfigError(f"export: expected a new or empty folder, got {self._path}. Give another one.")
         part = None
@@ -209,7 +227,7 @@ class _Export(_Tensors):
         self._gathered = None
         if self._engine.comm.rank == 0:
             dtype = self._dtype or next((i.dtype for i in self._infos.values() if i.dtype.is_floating_point), None)
-            write_extras(plan.model, folder, dtype, self._engine.config.init_from, adapters=plan.adapters)
+            write_extras(plan.model, folder, dtype, self._engine.config.init_from, plan.adapters)
         stack.close()
 
 
@@ -222,14 +240,19 @@ def _named(name: str, key: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: values[key]}
 
 
-def write_extras(model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, *, adapters: bool) -> None:
+def write_extras(
+    model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, adapters: Sequence[str] = ()
+) -> None:
     """Write the configuration of ``model`` (of transformers or PEFT; None: write none) to ``folder``. Copy tokenizer
-    files from ``source``, the folder from which the model was loaded. ``adapters``: it is a PEFT model."""
-    if adapters:
-        config = copy.copy(model.peft_config[model.active_adapter])
-        config.inference_mode = True
-        config.save_pretrained(folder)
-    elif model is not None:
+    files from ``source``, the folder from which the model was loaded. ``adapters``: those of a PEFT model."""
+    for adapter in adapters:
+        config = copy.copy(model.peft_config[adapter])
+        config.inference_mode, task = True, None
+        if config.task_type is None:  # then PEFT finds the base model's class by its name
+            base = model._get_base_model_class(is_prompt_tuning=config.is_prompt_learning)
+            task = {"base_model_class": base.__name__, "parent_library": base.__module__}
+        config.save_pretrained(folder / folder_of(adapter), auto_mapping_dict=task)
+    if model is not None and not adapters:
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         if dtype is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.durable import write_at
 from lightning_zero.planning.layout import round_up
-from lightning_zero.pretrained.folder import DTYPES, INDEX, SINGLE
+from lightning_zero.pretrained.folder import DTYPES, INDEX
 from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.pages import byte_view
 
@@ -48,9 +48,17 @@ class Place(NamedTuple):
 
 
 class Files:
-    """Where ``tensors`` (on meta, by name) are in files of ``shard_nbytes``. A larger tensor has its own file."""
+    """Where ``tensors`` (on meta, by file and name) are in files of ``shard_nbytes``, a file by itself being split. A
+    larger tensor has its own file. A place is found by the file's folder and the tensor's name, joined by "/"."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], shard_nbytes: int, stem: str = SINGLE) -> None:
+    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], shard_nbytes: int) -> None:
+        self.names: list[str] = []
+        self.places: dict[str, Place] = {}
+        self._heads: dict[str, tuple[bytes, int]] = {}  # header and size of each file
+        for file, own in tensors.items():
+            self._divide(file, own, shard_nbytes)
+
+    def _divide(self, file: str, tensors: Mapping[str, Tensor], shard_nbytes: int) -> None:
         self._nbytes, left = sum(tensor.nbytes for tensor in tensors.values()), shard_nbytes
         groups: list[dict[str, Tensor]] = [{}]
         for name, tensor in sorted(tensors.items()):
@@ -59,12 +67,11 @@ class Files:
                 left = shard_nbytes
             groups[-1][name] = tensor
             left -= tensor.nbytes
-        base = stem.removesuffix(".safetensors")
+        base = file.removesuffix(".safetensors")
         names = [f"{base}-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
-        self.names = names if len(groups) > 1 else [stem]
-        self.places: dict[str, Place] = {}
-        self._heads: dict[str, tuple[bytes, int]] = {}  # header and size of each file
-        for name, group in zip(self.names, groups, strict=True):
+        names = names if len(groups) > 1 else [file]
+        self.names += names
+        for name, group in zip(names, groups, strict=True):
             self._lay_out(name, group)
 
     def _lay_out(self, file: str, group: Mapping[str, Tensor]) -> None:
@@ -81,12 +88,16 @@ class Files:
         text += b" " * (round_up(len(text), _ALIGN) - len(text))
         head = struct.pack("<Q", len(text)) + text
         self._heads[file] = head, len(head) + offset
+        folder = file.rpartition("/")[0]
         for name, tensor in group.items():
-            self.places[name] = Place(file, len(head) + header[name]["data_offsets"][0], tensor.dtype)
+            self.places[f"{folder}/{name}" if folder else name] = Place(
+                file, len(head) + header[name]["data_offsets"][0], tensor.dtype
+            )
 
     def make(self, folder: Path) -> None:
         """Make all files in full length, with headers and no values; also an index if there are several files."""
         for name, (head, size) in self._heads.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             with (folder / name).open("wb") as file:
                 file.write(head)
                 file.truncate(size)
