@@ -321,6 +321,11 @@ def refusals() -> Iterator[None]:
         _refuse(str(error))
     except Exception as error:
         if not said_in_a_sentence(error):
+            from lightning_zero.trainer.interruptions import note_failure
+            from lightning_zero.trainer.processes import Ended
+
+            if not Ended.failed:  # else the strategy has seen the error
+                note_failure(error)
             raise
         raise SystemExit(1) from None
 

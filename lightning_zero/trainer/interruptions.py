@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.engine import Engine
 from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, pl
-from lightning_zero.ranks.resume import OUTCOME_VARIABLE, REQUEUE, write_outcome
+from lightning_zero.ranks.peers import PeerError, is_broken_connection
+from lightning_zero.ranks.rendezvous import StartError
+from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, note_raised, write_outcome
+from lightning_zero.ranks.waits import StallError
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
-MEET_S = 10.0  # seconds that a failed rank waits for the others to fail at the same call
 SAVING_SHARE = 0.05  # largest share of the run's time that periodic saves may take
 TERMINATED = 128 + signal.SIGTERM  # exit code
 _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
@@ -247,6 +251,15 @@ def step_plateau_schedulers(trainer: pl.Trainer) -> None:
 def failed_on_all_ranks(error: Exception) -> bool:
     """Return whether ``error`` comes from a save that raised on all ranks, so that all of them can go on."""
     return ON_ALL_RANKS in error.__dict__
+
+
+def note_failure(error: BaseException) -> None:
+    """Note for the job's script an ``error`` that this rank raised before anything was trained, unless it is about
+    another rank, a message, a device or a file system: the next start of the job may be spared it."""
+    others = PeerError, StallError, StartError, FailedElsewhereError, dist.DistError, torch.AcceleratorError, OSError
+    own = isinstance(error, FileNotFoundError) or not (isinstance(error, others) or is_broken_connection(error))
+    if isinstance(error, Exception) and own:
+        note_raised()
 
 
 def refuse_lonely_save(engine: Engine) -> None:

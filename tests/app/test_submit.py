@@ -80,7 +80,7 @@ module load cuda
 
 run_dir="outputs/train/slurm-$SLURM_JOB_ID"
 mkdir -p "$run_dir"
-rm -f "$run_dir/outcome"
+rm -f "$run_dir/outcome" "$run_dir/raised-"*
 touch "$run_dir/started"
 export LIGHTNING_ZERO_OUTCOME="$PWD/$run_dir/outcome"
 
@@ -92,12 +92,15 @@ srun --kill-on-bad-exit=1 --cpus-per-task=12 \\
 
 code=$?
 outcome=$(cat "$run_dir/outcome" 2>/dev/null)
+raised=$(ls "$run_dir" | grep -c "^raised-")
+trained=$(find "$run_dir" -name "*.ckpt" | head -1)
 
 # The time is up, and the ranks have saved and left.
 if [ "$outcome" = requeue ]; then
     scontrol requeue "$SLURM_JOB_ID"
-# A task was killed or failed: at most 3 times without a new checkpoint.
-elif [ $code -ne 0 ] && [ "$outcome" != refused ]; then
+# A task was killed or failed: at most 3 times without a new checkpoint, and never if all
+# tasks have raised an error before the first step of the job: they would again.
+elif [ $code -ne 0 ] && [ "$outcome" != refused ] && {{ [ "$raised" -lt 16 ] || [ -n "$trained" ]; }}; then
     new=$(find "$run_dir" -name "*.ckpt" -newer "$run_dir/started" | head -1)
     if [ -n "$new" ]; then rm -f "$run_dir/failures"; fi
     echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/failures"
@@ -153,6 +156,9 @@ def test_a_container_wraps_the_command() -> None:
     (137, "", 2, True),
     (137, "", 3, False),
     (137, "sleep 0.05; touch step-5.ckpt", 3, True),  # got on in the meantime
+    (1, "rm *.ckpt; touch raised-$(seq -s ' raised-' 0 15)", 0, False),
+    (1, "touch raised-$(seq -s ' raised-' 0 15)", 0, True),  # an earlier start has trained
+    (137, "rm *.ckpt; touch raised-$(seq -s ' raised-' 1 15)", 0, True),  # one task was killed
 ])  # fmt: skip
 def test_a_job_goes_back_to_the_queue(code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path) -> None:
     """The script in a shell, with commands that only write down."""

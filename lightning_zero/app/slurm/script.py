@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime
-from lightning_zero.ranks.resume import OUTCOME_VARIABLE, REFUSED, REQUEUE
+from lightning_zero.ranks.resume import OUTCOME_VARIABLE, RAISED, REFUSED, REQUEUE
 
 RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 
@@ -27,7 +27,7 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
     begin = [f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}", 'mkdir -p "$run_dir"']
     if cluster.requeue:
         here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # the run may change directory
-        begin += ['rm -f "$run_dir/outcome"', 'touch "$run_dir/started"']
+        begin += [f'rm -f "$run_dir/outcome" "$run_dir/{RAISED}"*', 'touch "$run_dir/started"']
         begin += [f'export {OUTCOME_VARIABLE}="{here}$run_dir/outcome"']
     parts = [
         "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options(cluster, folder, run_dir))]),
@@ -116,9 +116,13 @@ def requeue_lines(cluster: ClusterConfig) -> str:
     lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$outcome" = {REQUEUE} ]; then']
     lines += ['    scontrol requeue "$SLURM_JOB_ID"']
     if cluster.retries:
+        lines.insert(2, f'raised=$(ls "$run_dir" | grep -c "^{RAISED}")')
+        lines.insert(3, 'trained=$(find "$run_dir" -name "*.ckpt" | head -1)')
+        some = f'{{ [ "$raised" -lt {cluster.world_size} ] || [ -n "$trained" ]; }}'
         lines += [
-            f"# A task was killed or failed: at most {cluster.retries} times without a new checkpoint.",
-            f'elif [ $code -ne 0 ] && [ "$outcome" != {REFUSED} ]; then',
+            f"# A task was killed or failed: at most {cluster.retries} times without a new checkpoint, and never if all",
+            "# tasks have raised an error before the first step of the job: they would again.",
+            f'elif [ $code -ne 0 ] && [ "$outcome" != {REFUSED} ] && {some}; then',
             '    new=$(find "$run_dir" -name "*.ckpt" -newer "$run_dir/started" | head -1)',
             '    if [ -n "$new" ]; then rm -f "$run_dir/failures"; fi',
             '    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/failures"',
