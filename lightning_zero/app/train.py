@@ -49,7 +49,7 @@ from lightning_zero.app.parts import (
 )
 from lightning_zero.app.schema import Task, TrainConfig, register_schema
 from lightning_zero.data.sources import check_path
-from lightning_zero.ranks.resume import REFUSED, write_outcome
+from lightning_zero.ranks.resume import REFUSED, RUN_DIR_VARIABLE, write_outcome
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.settings import ConfigError
 
@@ -216,6 +216,7 @@ def run(config: TrainConfig) -> float | None:
     check_checkpoint(config.ckpt_path)
     check_task(config)
     check_saves(config, explicit)
+    os.environ.pop(RUN_DIR_VARIABLE, None)  # of a job by submit -- python -m lightning_zero.train; a run has its own
     # Checks that need no torch, whose import takes seconds.
     agreed_precision(config)
     if config.data.get("_target_") == TEXT_DATA and isinstance(path := config.data.get("path"), str):

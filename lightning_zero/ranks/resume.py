@@ -23,6 +23,7 @@ FILES = "job_checkpoints.jsonl"  # in the run folder: lists the checkpoints that
 # has no scontrol.
 OUTCOME_VARIABLE = "LIGHTNING_ZERO_OUTCOME"
 REQUEUE, REFUSED = "requeue", "refused"
+RUN_DIR_VARIABLE = "LIGHTNING_ZERO_RUN_DIR"  # names the folder of a job to a script of the user's own
 RAISED = "raised-"  # with a rank's number, the name of a file beside it: this rank has raised before any training
 MEET_S = 10.0  # seconds that a failed rank waits for others that fail, because srun ends all when one ends
 

@@ -25,7 +25,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, pl
 from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.rendezvous import StartError
-from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, note_raised, write_outcome
+from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, note_job, note_raised, write_outcome
 from lightning_zero.ranks.waits import StallError
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
@@ -79,6 +79,9 @@ class Interruptions:
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._signum = environment.requeue_signal
         self._loop = trainer.fit_loop.epoch_loop
+        folder = cast(Any, trainer.strategy).run_plan.folder
+        if training and folder is not None and trainer.is_global_zero:
+            note_job(folder)  # by now all ranks have read the old note
 
     def take_signals(self) -> None:
         """Replace the signal handlers that Lightning has just registered. A SIGTERM still calls the user's own handler,
@@ -181,7 +184,7 @@ class Interruptions:
         strategy = cast(Any, trainer.strategy)
         checkpoints = strategy._checkpoints
         checkpoints.wait_for_writes()  # hpc_save_path numbers the file after those on disk
-        folder = trainer.default_root_dir
+        folder = strategy.run_plan.folder or trainer.default_root_dir
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
         failed, checkpoints.next_may_fail = False, not leaving
         try:
