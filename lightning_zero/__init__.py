@@ -19,6 +19,7 @@ if importlib.util.find_spec("torch") is None:
     )
 
 if TYPE_CHECKING:
+    from lightning_zero.app.memory_plan import plan_memory as plan_memory
     from lightning_zero.checkpoint.hugging_face.export import stream as stream
     from lightning_zero.engine import clip_grad_norm_ as clip_grad_norm_
     from lightning_zero.engine import gather as gather
@@ -55,6 +56,7 @@ _HOMES = {
     "mean_over_tokens": "lightning_zero.sequence.part",
     "sequence_positions": "lightning_zero.sequence.part",
     "divide_by_tokens": "lightning_zero.trainer.step_tokens",
+    "plan_memory": "lightning_zero.app.memory_plan",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 import signal
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
 from lightning_zero.app.sweep import overrides_of, quoted
-from lightning_zero.ranks.resume import checkpoint_of_job, job_name
+from lightning_zero.ranks.resume import job_name
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.settings import ConfigError, make_folder
 
@@ -161,18 +160,13 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
     """Return the checkpoint to resume from, equal on all ranks: a restarted job's newest, else ``config.ckpt_path``."""
-    job = job_name()
-    if job is None:
-        return config.ckpt_path
+    from lightning_zero.trainer.saves.job_checkpoints import newest_of_job
+
     folders = [folder for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))]
-    found = checkpoint_of_job(config.run_dir, folders)
-    if found is None:
-        return config.ckpt_path
-    if trainer.is_global_zero:
-        print(f"{job} has started again: it goes on from {os.path.relpath(found)}", flush=True)
+    found = newest_of_job(trainer, config.run_dir, folders)
+    if found is not None and trainer.is_global_zero:
         keep_metrics(trainer)
-    cast("ZeroStrategy", trainer.strategy).run_plan.resumes_job = True
-    return str(found)
+    return found or config.ckpt_path
 
 
 def keep_metrics(trainer: Trainer) -> None:

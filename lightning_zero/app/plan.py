@@ -6,13 +6,11 @@ the bytes, whether they fit, what would make them fit, and the time of a step. `
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import sys
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
@@ -20,49 +18,21 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.app import train
 from lightning_zero.app.jobs import GPU_ACCELERATORS, fit_trainer
 from lightning_zero.app.overrides import check_keys
-from lightning_zero.app.plan_picture import check_picture, draw
-from lightning_zero.app.plan_tables import TIER_NAMES, Described, is_chosen, rates_line, show, title_of
+from lightning_zero.app.plan_picture import check_picture
+from lightning_zero.app.plan_tables import TIER_NAMES, is_chosen
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.planning.activations import Activations
-from lightning_zero.planning.choose import Choice, choose_row
-from lightning_zero.planning.fit import Advice, Machine, Row, advise, best, plan_row
+from lightning_zero.planning.choose import Choice
+from lightning_zero.planning.fit import Advice, Row
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, Rates
-from lightning_zero.planning.topology import check_groups
-from lightning_zero.settings import ConfigError, Offload, OffloadConfig, ZeroConfig, allowed_rows
+from lightning_zero.settings import ZeroConfig
 from lightning_zero.settings.values import positive
 
+if TYPE_CHECKING:
+    from lightning_zero.app.memory_plan import MemoryPlan
+
 EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture")
-
-# -- the machine ------------------------------------------------------------------------------------------------------
-
-
-def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
-    """Return the machine to plan for. Values that ``asked`` does not give come from ``config`` or this machine."""
-    from lightning_zero.comm.share import Share, own_path
-    from lightning_zero.device.cuda import gpu_count, gpu_nbytes
-    from lightning_zero.tiers.limits import available_host_memory
-
-    there = gpu_count() if config.trainer.get("accelerator", "auto") in GPU_ACCELERATORS else 0
-    shared = not there and asked.gpu_memory is None
-    gpus = asked.gpus
-    if gpus is None:
-        devices = train.local_devices(config.trainer)
-        gpus = devices if isinstance(devices, int) and devices > 0 else max(1, there)
-    host = asked.host_memory if asked.host_memory is not None else available_host_memory()
-    gpu = asked.gpu_memory
-    if gpu is None:
-        gpu = 0 if shared else gpu_nbytes()
-    path = config.zero.offload.nvme_path
-    with contextlib.suppress(ConfigError):  # the path may hold variables that only the nodes have
-        path = own_path(path, Share(), 0) if path else None
-    nvme = asked.nvme
-    if nvme is None:
-        nvme = shutil.disk_usage(path).free if path and os.path.isdir(path) else 0
-    nodes = asked.nodes or config.trainer.get("num_nodes") or 1
-    return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.hybrid_shard)
-
 
 # -- the JSON document ------------------------------------------------------------------------------------------------
 
@@ -112,17 +82,10 @@ def activations_document(found: Activations | None) -> dict[str, Any] | None:
     }
 
 
-def document(
-    described: Described,
-    machine: Machine,
-    rows: list[Row],
-    advices: list[Advice],
-    config: TrainConfig,
-    choice: Choice | str,
-    rates: Rates,
-) -> dict[str, Any]:
+def document(plan: MemoryPlan) -> dict[str, Any]:
     """Return the whole plan as the JSON document that ``json=true`` prints. Sizes are in bytes."""
-    first, model = best(rows), described.model
+    described, machine, first = plan.described, plan.machine, plan.best
+    model = described.model
     sizes = model.activations
     ways = [activations_document(sizes.measured[0] if sizes else None), activations_document(described.other)]
     without, with_blocks = reversed(ways) if model.recomputes else ways
@@ -152,11 +115,11 @@ def document(
             "host_memory": machine.host_memory,
             "nvme": machine.nvme,
             "gpus_share_host_memory": machine.shared,
-            "rates": asdict(rates),
+            "rates": asdict(plan.rates),
         },
-        "rows": [row_document(row, advice, config.zero) for row, advice in zip(rows, advices, strict=True)],
-        "first_that_fits": None if first is None else {"stage": first.stage.value, "offload": first.offload.value},
-        "auto": choice_document(choice),
+        "rows": [row_document(*row, plan.config) for row in zip(plan.planned, plan.advices, strict=True)],
+        "first_that_fits": None if first is None else {"stage": first.stage, "offload": first.offload},
+        "auto": choice_document(plan.choice),
     }
 
 
@@ -176,6 +139,7 @@ def choice_document(choice: Choice | str) -> dict[str, Any]:
 
 
 def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> None:
+    from lightning_zero.app.memory_plan import find_machine, make_plan
     from lightning_zero.app.plan_model import describe
 
     if extras["picture"] is not None:
@@ -186,41 +150,22 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
     described = describe(
         config, train.explicit_keys(), states=extras["optimizer_states"], activations=extras["activations"]
     )
-    model, machine = described.model, find_machine(asked, config)
-    check_groups(config.zero, machine.world_size)
-    given = {key: value for key, value in asked.rates.items() if value is not None}
-    rates = replace(CPU_RATES if machine.shared else GPU_RATES, **given)
-    candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows(machine.hybrid_shard)]
-    rows = [plan_row(model, *row[:2], machine, row[2], rates) for row in candidates]
-    advices = [
-        Advice(None, None) if row.fits else advise(model, row, machine, _budgets(config, row.offload), rows)
-        for row in rows
-    ]
-    try:
-        choice: Choice | str = choose_row(model, machine, candidates, rates)
-    except ConfigError as error:
-        choice = str(error)
+    devices = train.local_devices(config.trainer) if asked.gpus is None else None
+    machine = find_machine(
+        asked,
+        config.zero,
+        gpus=devices if isinstance(devices, int) and devices > 0 else None,
+        nodes=config.trainer.get("num_nodes"),
+        on_gpus=config.trainer.get("accelerator", "auto") in GPU_ACCELERATORS,
+    )
+    plan = make_plan(described, machine, config.zero, asked.rates)
     if extras["json"]:
-        print(json.dumps(document(described, machine, rows, advices, config, choice, rates), indent=2))
+        print(json.dumps(document(plan), indent=2))
     else:
-        show(
-            described,
-            machine,
-            rows,
-            advices,
-            config.zero,
-            choice,
-            rates_line(rates, sorted(given), shared=machine.shared),
-        )
+        plan.show()
     if extras["picture"] is not None:
-        title = title_of(model, machine, described.precision)
-        files = draw(extras["picture"], title, machine, rows, config.zero, choice)
+        files = plan.picture(extras["picture"])
         print(f"Wrote {', '.join(map(os.path.abspath, files))}", file=sys.stderr if extras["json"] else sys.stdout)
-
-
-def _budgets(config: TrainConfig, offload: Offload) -> OffloadConfig:
-    """Return memory budgets to plan ``offload`` with: the user's if ``offload`` is the user's choice, else defaults."""
-    return config.zero.offload if offload is config.zero.offload.name else OffloadConfig()
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf.app", config_name="plan")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,20 @@ from lightning_zero.app.plan_tables import Described
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.engine.torch_modes import default_dtype
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup, describe_units
+from lightning_zero.lightning_api import pl
 from lightning_zero.mesh.plans import device_mesh, split_module
 from lightning_zero.models.language_model import decay_groups
 from lightning_zero.optimizers.known import states_after_step
 from lightning_zero.optimizers.refused import is_stepped_whole
 from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.planning.tensor_states import TensorStates
-from lightning_zero.settings import ConfigError, Precision, Recompute, Sharding, for_layout, make_config
+from lightning_zero.settings import ConfigError, Precision, Recompute, Sharding, ZeroConfig, for_layout, make_config
 from lightning_zero.trainer.memory.activations import NotMeasured, measure, measure_sizes
 from lightning_zero.trainer.memory.auto_row import batch_from, planned_model
 from lightning_zero.trainer.memory.fake_module import parameters_on_meta
 from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def precision_row(config: TrainConfig) -> Precision:
@@ -64,23 +67,50 @@ def describe(
         activations: measure the activations of one batch.
         both_ways: measure them with and without activation checkpointing.
     """
-    precision, zero = precision_row(config), for_layout(config.zero)
 
     def build() -> LightningModule:
         module = build_model(config, explicit)
         module.configure_model()
         return module
 
-    module = on_meta(build, precision)
+    def counted(units: Sequence[UnitGroup], module: nn.Module) -> tuple[int | TensorStates, str]:
+        return states if states is not None else counted_states(config, units, module), ""
+
+    return describe_module(
+        on_meta(build, precision := precision_row(config)),
+        config.zero,
+        precision,
+        micro_batches=config.trainer.get("accumulate_grad_batches", 1),
+        states=counted,
+        take_batch=partial(batch_of, config, explicit) if activations else None,
+        both_ways=both_ways,
+    )
+
+
+def describe_module(
+    module: nn.Module,
+    zero: ZeroConfig,
+    precision: Precision,
+    *,
+    micro_batches: int,
+    states: Callable[[Sequence[UnitGroup], nn.Module], tuple[int | TensorStates, str]],
+    take_batch: Callable[[], Any] | None,
+    both_ways: bool = True,
+) -> Described:
+    """Return a description of ``module``, which can be on meta.
+
+    Args:
+        states: returns the planned state of the optimizers, and why it is only assumed.
+        take_batch: returns the batch whose activations are measured; ``None``: measure none.
+        both_ways: measure them with and without activation checkpointing.
+    """
+    zero = for_layout(zero)
     with on_paper(math.lcm(zero.tensor_parallel, zero.expert_parallel)):
         split_module(module, zero, torch.device("cpu"))
         units = describe_units(module, zero, precision)
-        counted = states if states is not None else counted_states(config, units, module)
-        model = planned_model(units, zero, config.trainer.get("accumulate_grad_batches", 1), counted)
-        found = Described(model, precision.name)
-        if not activations:
-            return found
-        return with_activations(found, module, config, partial(batch_of, config, explicit), both_ways=both_ways)
+        counted, why = states(units, module)
+        found = Described(planned_model(units, zero, micro_batches, counted), precision.name, assumed_states=why)
+        return with_activations(found, module, zero, precision, take_batch, both_ways) if take_batch else found
 
 
 @contextlib.contextmanager
@@ -97,7 +127,7 @@ def on_paper(ranks: int) -> Iterator[None]:
         device_mesh.cache_clear()
 
 
-def on_meta(build: Callable[[], LightningModule], precision: Precision) -> LightningModule:
+def on_meta(build: Callable[[], M], precision: Precision) -> M:
     """Return the module that ``build`` makes on the meta device under the default dtype of a run with ``precision``."""
     dtype = TRUE_DTYPES.get(precision, torch.get_default_dtype())
     # Keep what a model prints out of the JSON document.
@@ -111,7 +141,7 @@ def on_meta(build: Callable[[], LightningModule], precision: Precision) -> Light
             return _parameters_on_meta(build, error)
 
 
-def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) -> LightningModule:
+def _parameters_on_meta(build: Callable[[], M], error: Exception) -> M:
     """Return the module built with only its parameters on meta, as ``build`` raised ``error`` with all tensors there.
 
     The code of some models needs values: ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
@@ -158,11 +188,17 @@ def optimizer_states(config: TrainConfig) -> tuple[int, bool]:
 
 
 def with_activations(
-    found: Described, module: LightningModule, config: TrainConfig, take_batch: Callable[[], Any], *, both_ways: bool
+    found: Described,
+    module: nn.Module,
+    zero: ZeroConfig,
+    precision: Precision,
+    take_batch: Callable[[], Any],
+    both_ways: bool,
 ) -> Described:
     """Return ``found`` with a batch's measured activations or, if they cannot be measured, the reason. ``both_ways``:
     measure with and without activation checkpointing."""
-    zero, precision = for_layout(config.zero), precision_row(config)
+    if not isinstance(module, pl.LightningModule):
+        return replace(found, why_not=f"a {type(module).__name__} has no training_step; give one to plan_memory")
     try:
         batch = take_batch()
     except ConfigError:

@@ -44,6 +44,7 @@ class Described:
     precision: str  # choice of zero/precision, such as bf16
     other: Activations | None = None  # activations with checkpointing switched the other way; None: not measured
     why_not: str = ""  # why activations could not be measured
+    assumed_states: str = ""  # why the state of the optimizers is assumed; empty: it is known
 
 
 def is_chosen(row: Row, chosen: ZeroConfig) -> bool:
@@ -97,7 +98,7 @@ def _times(row: Row) -> list[str]:
     return [*cells, seconds_text(row.time.seconds), row.time.binding.replace("_", " ")]
 
 
-def tables_of(rows: list[Row], config: ZeroConfig, width: int) -> list[Table]:
+def tables_of(rows: Sequence[Row], config: ZeroConfig, width: int) -> list[Table]:
     """Return a table of bytes and a table of seconds. If the first is wider than ``width`` characters, split it into a
     table of peak bytes and one of bytes between steps."""
     rest = (lambda row: [_cell(row, roles) for roles in ROLE_COLUMNS.values()], tuple(ROLE_COLUMNS))
@@ -109,7 +110,7 @@ def tables_of(rows: list[Row], config: ZeroConfig, width: int) -> list[Table]:
 
 
 def _table(
-    rows: list[Row],
+    rows: Sequence[Row],
     config: ZeroConfig,
     lines: box.Box | None,
     parts: Sequence[tuple[Callable[[Row], list[str]], tuple[str, ...]]],
@@ -139,7 +140,7 @@ def _table(
     return table
 
 
-def advice_lines(machine: Machine, rows: list[Row], advices: list[Advice]) -> list[str]:
+def advice_lines(machine: Machine, rows: Sequence[Row], advices: Sequence[Advice]) -> list[str]:
     """Return a line on each stage and offload that does not fit: what it lacks, what helps; then what to try first."""
     last = "Nothing fits: use more hosts, or a smaller model."
     if (first := best(rows)) is not None:
@@ -179,7 +180,14 @@ def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]
         f"peak/host, disk: of all ranks of a host. {activations_line(model, described)} "
         "gathers, reductions: what a rank sends in a step. K, M, G, T: powers of 1024.",
         after_run_line(model, rows),
-    ]
+    ] + ([assumed] if (assumed := states_line(model, described)) else [])
+
+
+def states_line(model: Model, described: Described) -> str:
+    """Return a line that says how much optimizer state is assumed, and why; empty if it is known."""
+    if not described.assumed_states:
+        return ""
+    return f"{model.states} tensors of optimizer state for each parameter are assumed: {described.assumed_states}."
 
 
 def after_run_line(model: Model, rows: Sequence[Row]) -> str:
@@ -230,7 +238,7 @@ RATE_NAMES = {
 }
 
 
-def rates_line(rates: Rates, given: list[str], *, shared: bool) -> str:
+def rates_line(rates: Rates, given: Sequence[str], *, shared: bool) -> str:
     """Return a line on the rates that the expected seconds assume. ``given``: names of rates that the user has set."""
     names = [name for name in RATE_NAMES if not (shared and name in ("to_device", "to_host", "device_memory"))]
     texts = [RATE_NAMES[name].format(_decimal(getattr(rates, name))) for name in names]
@@ -260,19 +268,22 @@ def auto_line(choice: Choice | str) -> str:
 def show(
     described: Described,
     machine: Machine,
-    rows: list[Row],
-    advices: list[Advice],
+    rows: Sequence[Row],
+    advices: Sequence[Advice],
     config: ZeroConfig,
     choice: Choice | str,
     rates: str,
+    file: Any = None,
 ) -> None:
-    """Print the plan. ``choice``: what ``auto`` takes, or why nothing fits. ``rates``: text from :func:`rates_line`."""
+    """Print the plan to ``file`` (None: stdout). ``choice``: what ``auto`` takes, or why nothing fits. ``rates``: text
+    from :func:`rates_line`."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns  # honours COLUMNS
-    console = Console(width=width, highlight=False)
+    console = Console(width=width, highlight=False, file=file)
     model = described.model
 
     def say(text: str) -> None:
-        print(textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
+        lines = textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+        print(lines, file=file)
 
     say(title_of(model, machine, described.precision))
     for table in tables_of(rows, config, width):

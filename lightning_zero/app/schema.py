@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import Enum
+from importlib import resources
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -13,7 +14,7 @@ from omegaconf import BooleanNode, IntegerNode, OmegaConf, StringNode
 from lightning_zero.app.slurm.cluster import ClusterConfig
 from lightning_zero.planning.speed import Rates
 from lightning_zero.ranks.resume import job_name
-from lightning_zero.settings import ConfigError, ZeroConfig, parse_bytes
+from lightning_zero.settings import ConfigError, ZeroConfig, nearest, parse_bytes
 
 TRAIN_SCHEMA = "lightning_zero_train"
 PLAN_SCHEMA = "lightning_zero_plan"
@@ -101,6 +102,20 @@ class MachineConfig:
             value = getattr(self, key)
             if value is not None:
                 setattr(self, key, parse_bytes(f"machine.{key}", value))
+
+
+def named_machine(name: str) -> dict[str, Any]:
+    """Return the values of a choice of the group ``machine``. Raise ConfigError if there is no such choice."""
+    folder = resources.files("lightning_zero.conf") / "app" / "machine"
+    known = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir())
+    if name not in known:
+        close = nearest(str(name), known)
+        raise ConfigError(
+            f"machine: expected one of {', '.join(known)}, or a mapping of what it has, got {name!r}."
+            f"{f' Did you mean {close!r}?' if close else ''}"
+        )
+    found: Any = OmegaConf.to_container(OmegaConf.create((folder / f"{name}.yaml").read_text()))
+    return dict(found)
 
 
 def run_name() -> str:

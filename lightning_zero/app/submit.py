@@ -1,6 +1,7 @@
 """Submit a run to SLURM: ``python -m lightning_zero.submit [group=file] [key=value] [cluster.nodes=4 ...]``.
 
 Checks the configuration and the memory plan, writes an sbatch script and submits it. Prints job id, folder and log.
+``python -m lightning_zero.submit [cluster.nodes=4 ...] -- python train.py ...`` submits any command in the same way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,14 @@ from lightning_zero.settings import (
 EXTRA_KEYS = ("machine", "dry_run")
 PLENTY = 2**60  # bytes that stand for a memory of unknown size
 RUN_DIR_KEY = "hydra.run.dir="
+# What has an effect on a job of a command of the user's own.
+OWN_KEYS = r"cluster(\.(?!python$).*)?|machine(\.(gpus|nodes))?|dry_run|hydra\.mode"
+LAUNCHERS = ("srun", "torchrun", "mpirun", "mpiexec")
 
+NO_CPUS = (
+    "cluster.cpus_per_task is not set: unless the site has another default, SLURM gives each rank one core, which its "
+    "data loader workers, offloaded steps and messages share. Give cluster.cpus_per_task."
+)
 # Words in errors of sbatch, and the key to change.
 REFUSALS = {
     "partition": "cluster.partition",
@@ -159,6 +168,25 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
     return f"memory without activations: {', '.join(parts)}{hint}. {after_run_line(model, [chosen])}"
 
 
+def check_command(command: Sequence[str], cluster: ClusterConfig) -> None:
+    """Raise ConfigError if this command line has a setting without effect on ``command``, or if srun cannot start it
+    once for each rank."""
+    overrides = HydraConfig.get().overrides
+    for override in (*overrides.task, *overrides.hydra):
+        key = re.split(r"[=@]", override.lstrip("+~"))[0]
+        if not re.fullmatch(OWN_KEYS, key):
+            raise ConfigError(
+                f"{key} has no effect on a command after --: expected cluster.*, machine.gpus, machine.nodes, dry_run "
+                f"or hydra.run.dir before it, got {override}. Drop {key}, or give it to the command."
+            )
+    if not command or Path(command[0]).name in LAUNCHERS:
+        got = command[0] if command else "nothing"
+        raise ConfigError(
+            f"--: expected a command that srun starts {cluster.tasks} time(s) on each node, once for each rank, such "
+            f"as python train.py, got {got}. Change what follows --."
+        )
+
+
 # -- the job ----------------------------------------------------------------------------------------------------------
 
 
@@ -191,22 +219,37 @@ def submit(text: str) -> str:
     return done.stdout.strip().splitlines()[-1].partition(";")[0]  # job;cluster
 
 
-def run(config: TrainConfig, asked: MachineConfig, *, arguments: list[str], run_dir: str | None, dry_run: bool) -> None:
-    """Check the run and make its script. Print the script and, unless ``dry_run``, submit it."""
-    if config.cluster.name is ClusterName.none:
+def run(
+    config: TrainConfig,
+    asked: MachineConfig,
+    arguments: list[str],
+    *,
+    run_dir: str | None,
+    dry_run: bool,
+    own: bool = False,
+) -> None:
+    """Check the run, unless ``arguments`` are a command of the user's ``own``, and make its script. Print the script
+    and, unless ``dry_run``, submit it."""
+    cluster = config.cluster
+    if cluster.name is ClusterName.none:
         raise ConfigError("cluster: expected a cluster to submit to, got none. Give cluster=slurm.")
-    explicit = train.explicit_keys()
-    fit_trainer(config)
-    check_run(config, explicit)
-    memory = check_memory(config, asked)
-    text = script.script(config.cluster, arguments, folder=Path.cwd(), run_dir=run_dir)
+    if own:
+        check_command(arguments, cluster)
+        machine_of(cluster, asked)
+        said = []
+    else:
+        fit_trainer(config)
+        check_run(config, train.explicit_keys())
+        said = [check_memory(config, asked)]
+    if cluster.cpus_per_task is None and not any("--cpus-per" in option for option in cluster.sbatch):
+        said.append(NO_CPUS)
+    text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=run_dir, own=own)
+    os.makedirs(os.path.dirname(script.log_path(run_dir)), exist_ok=True)  # SLURM does not; the job would die silently
     if dry_run:
         print(text, end="")
-        print(f"{memory}\nnot submitted: dry_run=true", file=sys.stderr)
+        print(*said, "not submitted: dry_run=true", sep="\n", file=sys.stderr)
         return
-    os.makedirs(os.path.dirname(script.log_path(run_dir)), exist_ok=True)
-    print(text)
-    print(memory)
+    print(text, *said, sep="\n")
     job = submit(text)
     folder = run_dir or script.RUN_DIR.replace("$SLURM_JOB_ID", job)
     print(f"job: {job}\nrun folder: {folder}\nlog: {script.log_path(run_dir, job)}", flush=True)
@@ -221,15 +264,24 @@ def _task(cfg: DictConfig) -> None:
         dry_run = bool(cfg["dry_run"])
         for key in EXTRA_KEYS:
             del cfg[key]
-        arguments = job_arguments(dict(HydraConfig.get().runtime.choices))
-        run(train.train_config(cfg), asked, arguments=arguments, run_dir=_given_run_dir, dry_run=dry_run)
+        if _command is not None:
+            config, arguments = TrainConfig(cluster=OmegaConf.to_object(cfg.cluster)), _command  # type: ignore[arg-type]
+        else:
+            arguments = job_arguments(dict(HydraConfig.get().runtime.choices))
+            config = train.train_config(cfg)
+        run(config, asked, arguments, run_dir=_given_run_dir, dry_run=dry_run, own=_command is not None)
 
 
 _given_run_dir: str | None = None  # run folder of the job, not of this command
+_command: list[str] | None = None  # of the user's own; None: the main job
 
 
 def main() -> None:
-    global _given_run_dir
+    global _command, _given_run_dir
+    _command = None
+    if "--" in sys.argv:
+        at = sys.argv.index("--")
+        _command, sys.argv[at:] = sys.argv[at + 1 :], []
     found = [a for a in sys.argv[1:] if a.startswith(RUN_DIR_KEY)]
     _given_run_dir = found[-1].removeprefix(RUN_DIR_KEY).strip("'\"") if found else None
     sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith(RUN_DIR_KEY)]

@@ -50,7 +50,7 @@ from lightning_zero.app.parts import (
 )
 from lightning_zero.app.schema import Task, TrainConfig, register_schema
 from lightning_zero.data.sources import check_path
-from lightning_zero.ranks.resume import REFUSED, write_outcome
+from lightning_zero.ranks.resume import REFUSED, RUN_DIR_VARIABLE, write_outcome
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.settings import ConfigError
 
@@ -212,6 +212,7 @@ def run(config: TrainConfig) -> float | None:
     check_checkpoint(config.ckpt_path)
     check_task(config)
     check_saves(config, explicit)
+    os.environ.pop(RUN_DIR_VARIABLE, None)  # of a job by submit -- python -m lightning_zero.train; a run has its own
     # Checks that need no torch, whose import takes seconds.
     agreed_precision(config)
     if config.data.get("_target_") == TEXT_DATA and isinstance(path := config.data.get("path"), str):
@@ -314,6 +315,11 @@ def refusals() -> Iterator[None]:
         _refuse(str(error))
     except Exception as error:
         if not said_in_a_sentence(error):
+            from lightning_zero.trainer.interruptions import note_failure
+            from lightning_zero.trainer.processes import Ended
+
+            if not Ended.failed:  # else the strategy has seen the error
+                note_failure(error)
             raise
         raise SystemExit(1) from None
 

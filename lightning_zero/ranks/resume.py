@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import time
 import zipfile
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -22,6 +23,9 @@ FILES = "job_checkpoints.jsonl"  # in the run folder: lists the checkpoints that
 # has no scontrol.
 OUTCOME_VARIABLE = "LIGHTNING_ZERO_OUTCOME"
 REQUEUE, REFUSED = "requeue", "refused"
+RUN_DIR_VARIABLE = "LIGHTNING_ZERO_RUN_DIR"  # names the folder of a job to a script of the user's own
+RAISED = "raised-"  # with a rank's number, the name of a file beside it: this rank has raised before any training
+MEET_S = 10.0  # seconds that a failed rank waits for others that fail, because srun ends all when one ends
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -126,3 +130,15 @@ def write_outcome(word: str) -> bool:
     if path:
         Path(path).write_text(f"{word}\n")
     return bool(path)
+
+
+def note_raised() -> None:
+    """Note beside the outcome that this rank has raised before anything was trained, and give all others time to do the
+    same: the job's script does not requeue a job in which all have."""
+    path, place = os.environ.get(OUTCOME_VARIABLE), launched()
+    if not path or place is None or place.rank is None or place.world_size is None:
+        return
+    Path(path).with_name(f"{RAISED}{place.rank}").touch()
+    deadline = time.monotonic() + MEET_S
+    while len(list(Path(path).parent.glob(f"{RAISED}*"))) < place.world_size and time.monotonic() < deadline:
+        time.sleep(0.05)

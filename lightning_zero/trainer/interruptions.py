@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.engine import Engine
 from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, pl
-from lightning_zero.ranks.resume import OUTCOME_VARIABLE, REQUEUE, write_outcome
+from lightning_zero.ranks.peers import PeerError, is_broken_connection
+from lightning_zero.ranks.rendezvous import StartError
+from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, note_job, note_raised, write_outcome
+from lightning_zero.ranks.waits import StallError
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
-MEET_S = 10.0  # seconds that a failed rank waits for the others to fail at the same call
 SAVING_SHARE = 0.05  # largest share of the run's time that periodic saves may take
 TERMINATED = 128 + signal.SIGTERM  # exit code
 _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
@@ -75,6 +79,9 @@ class Interruptions:
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._signum = environment.requeue_signal
         self._loop = trainer.fit_loop.epoch_loop
+        folder = cast(Any, trainer.strategy).run_plan.folder
+        if training and folder is not None and trainer.is_global_zero:
+            note_job(folder)  # by now all ranks have read the old note
 
     def take_signals(self) -> None:
         """Replace the signal handlers that Lightning has just registered. A SIGTERM still calls the user's own handler,
@@ -177,7 +184,7 @@ class Interruptions:
         strategy = cast(Any, trainer.strategy)
         checkpoints = strategy._checkpoints
         checkpoints.wait_for_writes()  # hpc_save_path numbers the file after those on disk
-        folder = trainer.default_root_dir
+        folder = strategy.run_plan.folder or trainer.default_root_dir
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
         failed, checkpoints.next_may_fail = False, not leaving
         try:
@@ -247,6 +254,15 @@ def step_plateau_schedulers(trainer: pl.Trainer) -> None:
 def failed_on_all_ranks(error: Exception) -> bool:
     """Return whether ``error`` comes from a save that raised on all ranks, so that all of them can go on."""
     return ON_ALL_RANKS in error.__dict__
+
+
+def note_failure(error: BaseException) -> None:
+    """Note for the job's script an ``error`` that this rank raised before anything was trained, unless it is about
+    another rank, a message, a device or a file system: the next start of the job may be spared it."""
+    others = PeerError, StallError, StartError, FailedElsewhereError, dist.DistError, torch.AcceleratorError, OSError
+    own = isinstance(error, FileNotFoundError) or not (isinstance(error, others) or is_broken_connection(error))
+    if isinstance(error, Exception) and own:
+        note_raised()
 
 
 def refuse_lonely_save(engine: Engine) -> None:

@@ -37,6 +37,7 @@ from lightning_zero.lightning_api import (
 )
 from lightning_zero.settings import ConfigError
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
+from lightning_zero.trainer.saves.job_checkpoints import in_own_job
 
 PROBE_S = 3.0
 _THREADS = "OMP_NUM_THREADS"
@@ -103,7 +104,8 @@ class StartLauncher(ScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None and not self.cluster_environment.creates_processes_externally:
             _check_checkpoint(trainer, function, args, kwargs)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        with in_own_job(trainer) if trainer is not None else contextlib.nullcontext():
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 class ForkLauncher(Forking, ForkingLauncher):

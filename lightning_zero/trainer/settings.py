@@ -32,6 +32,7 @@ class RunPlan:
         settings: the run's settings besides those of the strategy. Ranks compare them at the start: all must be equal.
         resumes_job: whether an earlier start of this job wrote the checkpoint to load. It is then verified unless
             ``zero.checkpoint.verify`` is false.
+        folder: where checkpoints of signals and periodic saves go; None: to the Trainer's ``default_root_dir``.
         command_to_go_on: given a checkpoint's path, returns the command that resumes an interrupted run.
         optimizer_states: number of state tensors per parameter, for ``stage="auto"``; None: find out from the module.
         activations: memory of one micro-batch, or a function that returns it, for the table at the end of training.
@@ -40,6 +41,7 @@ class RunPlan:
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     resumes_job: bool = False
+    folder: str | None = None
     command_to_go_on: Callable[[str], str] = call_to_go_on
     optimizer_states: int | None = None
     activations: Activations | Callable[[], Activations | None] | None = None

@@ -33,7 +33,7 @@ from lightning_zero.planning.memory import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.settings import ConfigError, LossMean, ZeroConfig, for_layout, is_decided, parse_bytes, with_rows
 from lightning_zero.sharding import shard
-from lightning_zero.trainer import loops
+from lightning_zero.trainer import interruptions, loops
 from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
 from lightning_zero.trainer.fingerprints import Fingerprints
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
@@ -579,6 +579,9 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             self._left = True
             return
         Ended.failed = True
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        if trainer is None or trainer.global_step == 0:
+            interruptions.note_failure(exception)
         if self._waits is not None:
             self._waits.explain(exception)
         if (engine := self._engine_that_waits) is not None:

@@ -14,13 +14,17 @@ from typing import Any
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_zero import plan_memory
 from lightning_zero.app import plan
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.fit import Machine, Model, Row, best, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
-from lightning_zero.settings import HybridShard, Offload, OffloadConfig, Stage, allowed_rows
+from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, Stage, allowed_rows
 from tests.harness import run_command
 
 PLAIN = "activations=false"  # most tests are about what the engine holds
@@ -328,3 +332,108 @@ def test_a_picture_that_cannot_be_drawn_is_refused(command: Any, monkeypatch: py
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
     code, _, err = command("picture=plan.png")
     assert code == 2 and "picture: expected matplotlib, which is not installed" in err and "lightning-zero[plot]" in err
+
+
+# -- a module of one's own --------------------------------------------------------------------------------------------
+
+
+class Own(LightningModule):
+    """As users have them: batches are dicts, the step logs, the optimizer has a schedule."""
+
+    def __init__(self, width: int = 64, late: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.width = width
+        self.embedding = nn.Embedding(100, width)
+        self.blocks = nn.ModuleList() if late else self.made()
+
+    def made(self) -> nn.ModuleList:
+        return nn.ModuleList(nn.Linear(self.width, self.width) for _ in range(4))
+
+    def configure_model(self) -> None:
+        if not len(self.blocks):
+            self.blocks = self.made()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens = batch["tokens"] if isinstance(batch, dict) else batch[:, :-1]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        loss = x.square().mean()
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True)
+        self.log_dict({"lr": self.trainer.optimizers[0].param_groups[0]["lr"], "loss": loss.item()})
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+BATCH = {"tokens": torch.zeros(2, 16, dtype=torch.int64)}
+ON = {"name": "h100", "nodes": 2, "host_memory": "1TB"}
+
+
+def test_a_module_of_ones_own_is_planned_as_a_class_as_a_function_and_as_it_is() -> None:
+    plan = plan_memory(Own, BATCH, ON, precision="bf16-mixed", stage=2, offload="optimizer_cpu")
+    assert [(row.stage, row.offload) for row in plan.rows] == [(s.value, o.value) for s, o in allowed_rows()]
+    parameters = 100 * 64 + 4 * (64 * 64 + 64)
+    assert f"{parameters:,} parameters, bf16; 2 hosts, each with 8 GPU(s) of 79.0G each, 931.3G of host" in str(plan)
+    assert plan.described.model.states == 2 and "of activations of 2 sample(s)" in " ".join(str(plan).split())
+    (chosen,) = (line for line in str(plan).splitlines() if ">" in line and "peak" not in line and "yes" in line)
+    assert re.search(r"zero2\W+optimizer_cpu", chosen)
+    assert plan.best is not None and (plan.best.stage, plan.best.offload, plan.best.fits) == ("zero0", "none", True)
+    assert plan.auto in plan.rows and min(row.per_gpu for row in plan.rows) > 0
+    built = Own(late=True)
+    for module in (built, Own(), lambda: Own(late=True)):
+        again = plan_memory(module, BATCH, ON, precision="bf16", stage=2, offload="optimizer_cpu")
+        assert str(again) == str(plan)
+    assert not len(built.blocks) and not built.embedding.weight.is_meta and built._trainer is None
+    slower = plan_memory(Own, BATCH, {**ON, "rates": {"network": "1MB"}}, precision="bf16")
+    assert all(row.bound_by == "network" for row in slower.rows if row.offload == "none")
+
+
+@pytest.mark.full
+def test_the_command_prints_the_same_plan(command: Any) -> None:
+    own = (f"~model=gpt +model._target_={__name__}.Own", "data.batch_size=2", "data.block_size=16", *GPUS)
+    code, out, err = command(*" ".join(own).split(), "machine.nodes=2")
+    assert code == 0, err
+    batch = torch.zeros(2, 17, dtype=torch.int64, device="meta")
+    assert str(plan_memory(Own, batch, ON, precision="bf16")) == out.rstrip()
+
+
+class ConvNet(nn.Sequential):
+    """Plain torch, and trained by a function."""
+
+    def __init__(self) -> None:
+        sizes = ((3, 8), (8, 16), (16, 32))
+        stages = [nn.Sequential(nn.Conv2d(i, o, 3), nn.BatchNorm2d(o), nn.ReLU(inplace=True)) for i, o in sizes]
+        super().__init__(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def test_a_plain_convolutional_network_is_planned_with_a_function_that_trains_it(tmp_path: Path) -> None:
+    images = TensorDataset(torch.zeros(20, 3, 32, 32), torch.zeros(20, dtype=torch.int64))
+
+    def step(module: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+    plan = plan_memory(ConvNet, DataLoader(images, batch_size=8), "a100_40gb", training_step=step)
+    text = " ".join(str(plan).split())
+    assert "of activations of 8 sample(s)" in text
+    assert "2 tensors of optimizer state for each parameter are assumed: the module has no configure_optimizers" in text
+    assert "assumed: the module" not in str(plan_memory(ConvNet, optimizer_states=0, training_step=step))
+    without = plan_memory(ConvNet, next(iter(DataLoader(images, 8))), "a100_40gb")
+    assert "Activations are not counted: a ConvNet has no training_step" in str(without)
+    if importlib.util.find_spec("matplotlib"):
+        assert plan.picture(tmp_path / "plan.svg") == [str(tmp_path / "plan.svg")]
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"machine": "h10"}, r"machine: expected one of a100_40gb, .*, got 'h10'\. Did you mean 'h100'\?"),
+    ({"machine": {"gpu": 3}}, r"machine: expected name, .*, got 'gpu'\. Did you mean 'gpus'\?"),
+    ({"machine": {"gpus": 0}}, "machine.gpus: expected a number > 0, got 0"),
+    ({"prefetch_byte": 1}, "zero.prefetch_byte: no such setting; .* Did you mean prefetch_bytes?"),
+    ({"module": 3}, "plan_memory: expected a module, or a class or function that makes one, got 3"),
+])  # fmt: skip
+def test_mistakes_in_a_plan_of_ones_own_module(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_memory(given.pop("module", ConvNet), **given)

@@ -80,7 +80,7 @@ module load cuda
 
 run_dir="outputs/train/slurm-$SLURM_JOB_ID"
 mkdir -p "$run_dir"
-rm -f "$run_dir/outcome"
+rm -f "$run_dir/outcome" "$run_dir/raised-"*
 touch "$run_dir/started"
 export LIGHTNING_ZERO_OUTCOME="$PWD/$run_dir/outcome"
 
@@ -92,12 +92,15 @@ srun --kill-on-bad-exit=1 --cpus-per-task=12 \\
 
 code=$?
 outcome=$(cat "$run_dir/outcome" 2>/dev/null)
+raised=$(ls "$run_dir" | grep -c "^raised-")
+trained=$(find "$run_dir" -name "*.ckpt" | head -1)
 
 # The time is up, and the ranks have saved and left.
 if [ "$outcome" = requeue ]; then
     scontrol requeue "$SLURM_JOB_ID"
-# A task was killed or failed: at most 3 times without a new checkpoint.
-elif [ $code -ne 0 ] && [ "$outcome" != refused ]; then
+# A task was killed or failed: at most 3 times without a new checkpoint, and never if
+# all tasks have raised an error before the first step of the job: they would again.
+elif [ $code -ne 0 ] && [ "$outcome" != refused ] && {{ [ "$raised" -lt 16 ] || [ -n "$trained" ]; }}; then
     new=$(find "$run_dir" -name "*.ckpt" -newer "$run_dir/started" | head -1)
     if [ -n "$new" ]; then rm -f "$run_dir/failures"; fi
     echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/failures"
@@ -153,6 +156,9 @@ def test_a_container_wraps_the_command() -> None:
     (137, "", 2, True),
     (137, "", 3, False),
     (137, "sleep 0.05; touch step-5.ckpt", 3, True),  # got on in the meantime
+    (1, "rm *.ckpt; touch raised-$(seq -s ' raised-' 0 15)", 0, False),
+    (1, "touch raised-$(seq -s ' raised-' 0 15)", 0, True),  # an earlier start has trained
+    (137, "rm *.ckpt; touch raised-$(seq -s ' raised-' 1 15)", 0, True),  # one task was killed
 ])  # fmt: skip
 def test_a_job_goes_back_to_the_queue(code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path) -> None:
     """The script in a shell, with commands that only write down."""
@@ -176,7 +182,7 @@ def test_a_job_goes_back_to_the_queue(code: int, does: str, earlier: int, comes_
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_dry_run_prints_the_script_and_leaves_nothing(command: Any, tmp_path: Path) -> None:
+def test_dry_run_prints_the_script_and_makes_the_folder_of_its_log(command: Any, tmp_path: Path) -> None:
     files = ("zero/offload=nvme", "zero.offload.nvme_path=/disk/of/a/node")  # which need not be here
     code, out, err = command(*SMALL, *SIZE, *files, "dry_run=true", "machine=h100", "trainer.max_steps=7")
     assert code == 0, err
@@ -186,7 +192,10 @@ def test_dry_run_prints_the_script_and_leaves_nothing(command: Any, tmp_path: Pa
     assert "    machine" not in out and "    dry_run" not in out
     assert "not submitted: dry_run=true" in err
     assert "of 79.0G on each GPU" in err
-    assert {p.name for p in tmp_path.iterdir()} == {"words.txt"}
+    assert "cluster.cpus_per_task is not set: " in err
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == [
+        *("outputs", "outputs/train", "words.txt")  # SLURM does not make the folder of its log
+    ]
 
 
 def test_submits_and_says_where_things_are(command: Any, fake_sbatch: Any, tmp_path: Path) -> None:
@@ -223,6 +232,24 @@ def test_a_site_and_a_run_folder_of_ones_own_reach_the_job(command: Any, fake_sb
     assert "--partition=big" in text and "--time=2-0" in text and "\nmodule load cuda\n" in text
 
 
+def test_a_command_of_ones_own_is_submitted_as_given(command: Any, fake_sbatch: Any, tmp_path: Path) -> None:
+    script = fake_sbatch()
+    site = ("cluster.nodes=2", "cluster.gpus_per_node=8", "cluster.cpus_per_task=12", "machine=h100")
+    words = ("python", "train.py", "--name", "two words", "lr=1e-3", "$HOME", "--", "data.path='a b'")
+    code, out, err = command(*site, "hydra.run.dir=runs/first", "--", *words)
+    assert code == 0, err
+    text = script.read_text()
+    begin, srun = text.index("run_dir=runs/first\n"), text.index("srun --kill-on-bad-exit=1 --cpus-per-task=12")
+    assert 'export LIGHTNING_ZERO_RUN_DIR="$PWD/$run_dir"\n' in text[begin:srun]
+    assert text[srun:].partition("\n\n")[0].endswith(f" \\\n    {shlex.join(words)}")
+    main_job = text_of(slurm(cpus_per_task=12), run_dir="runs/first")
+    assert text.partition("code=$?")[2] == main_job.partition("code=$?")[2]
+    assert "#SBATCH --signal=USR1@120\n#SBATCH --requeue\n" in text
+    assert out.endswith("job: 4711\nrun folder: runs/first\nlog: runs/first/slurm-4711.log\n")
+    assert (tmp_path / "runs/first").is_dir() and "cpus_per_task is not set" not in out
+
+
+OWN = ("--", "python", "train.py")
 ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt", "machine.gpu_memory=2MB"}
 
 
@@ -254,12 +281,34 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
     (["machine.gpu_memory=1MB"], "zero3 + none: lacks "),
     (["machine.gpu_memory=2MB"], "fits with 4 GPUs"),
     (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
+    ([*OWN], "experiment has no effect on a command after --"),
 ])  # fmt: skip
 def test_mistakes_end_before_sbatch(
     command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path
 ) -> None:
     fake_sbatch()
     code, _, err = command(*SMALL, *overrides)
+    assert code == 2 and message in err and "Traceback" not in err, err
+    assert not (tmp_path / "script").exists()
+
+
+@pytest.mark.mainly(lambda words: words[0] == "zero/stage=zero2")
+@pytest.mark.parametrize(("words", "message"), [
+    (["zero/stage=zero2", *OWN], "zero/stage has no effect on a command after --"),
+    (["hydra.job.name=x", *OWN], "hydra.job.name has no effect on a command after --"),
+    (["machine.gpu_memory=80GB", *OWN], "machine.gpu_memory has no effect on a command after --"),
+    (["cluster.python=python3", *OWN], "cluster.python has no effect on a command after --"),
+    (["machine=h100", "cluster.gpus_per_node=16", *OWN], "cluster.gpus_per_node: expected at most 8"),
+    (["cluster=none", *OWN], "cluster: expected a cluster to submit to, got none"),
+    (["cluster.time=86400", *OWN], "cluster.time: expected hours:minutes:seconds"),
+    (["--"], "--: expected a command that srun starts 1 time(s) on each node"),
+    (["--", "torchrun", "train.py"], "such as python train.py, got torchrun"),
+])  # fmt: skip
+def test_mistakes_before_a_command_of_ones_own(
+    command: Any, fake_sbatch: Any, words: list[str], message: str, tmp_path: Path
+) -> None:
+    fake_sbatch()
+    code, _, err = command(*words)
     assert code == 2 and message in err and "Traceback" not in err, err
     assert not (tmp_path / "script").exists()
 

@@ -25,6 +25,7 @@ from tests.engine.support import assert_equal
 from tests.harness import ROOT
 
 LAB = Path(__file__).parent / "lab.sh"
+OWN = Path(__file__).parent / "own.py"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 STEPS = 20
 RUN = (
@@ -257,6 +258,38 @@ def test_a_sweep_of_jobs(folder: Path, tmp_path: Path) -> None:
         found.append([row["train_loss"] for row in rows])
         assert list((tmp_path / "sweep" / str(number)).glob("slurm-*.log"))
     assert found[0] != found[1]
+
+
+def own_job(folder: Path, event: str) -> Job:
+    """A job of a script of the user's own, to its end."""
+    settings = (*CLUSTER, "cluster.tasks_per_node=1")
+    done = command("submit", *settings, "--", sys.executable, str(OWN), event, folder=folder)
+    (job,) = re.findall(r"^job: (\d+)$", done.stdout, re.MULTILINE)
+    return ended(folder, job)
+
+
+def losses_of(job: Job) -> dict[tuple[int, int], str]:
+    """Loss by step and rank, of each step that was trained last."""
+    found = re.findall(r"step (\d+) of rank (\d): (\S+)$", job.log, re.MULTILINE)
+    assert len({line[:2] for line in found}) == len(found)  # none was trained twice
+    return {(int(step), int(rank)): loss for step, rank, loss in found}
+
+
+def test_a_script_of_ones_own_goes_on_after_the_signal(tmp_path: Path) -> None:
+    whole = own_job(tmp_path, "nothing")
+    assert (whole.state, whole.restarts) == ("COMPLETED", 0), whole.log
+    job = own_job(tmp_path, "signal")
+    assert (job.state, job.restarts) == ("COMPLETED", 1), job.log
+    assert "interrupted: saved step 8 in " in job.log and f"slurm-{job.id}-0 has started again" in job.log
+    assert "ended after step 24" in job.log
+    assert losses_of(job) == losses_of(whole) and len(losses_of(job)) == 2 * 24
+    assert list(tmp_path.rglob("*.ckpt")) == [job.folder / "hpc_ckpt_1.ckpt"]  # nothing in the user's folder
+
+
+def test_a_script_of_ones_own_that_fails_on_all_ranks_does_not_come_back(tmp_path: Path) -> None:
+    job = own_job(tmp_path, "fail")
+    assert (job.state, job.restarts) == ("FAILED", 0), job.log
+    assert "mat1 and mat2 shapes cannot be multiplied" in job.log
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

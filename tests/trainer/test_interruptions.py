@@ -27,9 +27,12 @@ from torch import Tensor
 
 from lightning_zero.app.jobs import decided
 from lightning_zero.checkpoint.archive import Skeleton
-from lightning_zero.ranks.resume import OUTCOME_VARIABLE
+from lightning_zero.ranks import resume
+from lightning_zero.ranks.peers import PeerError
+from lightning_zero.ranks.resume import OUTCOME_VARIABLE, RUN_DIR_VARIABLE
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
+from lightning_zero.trainer.saves import job_checkpoints
 from tests.harness import on_ranks
 from tests.trainer import toys
 from tests.trainer.toys import Lit, assert_weights, files, fit, loader, optimizer_states, seeded, trainer, weights
@@ -139,6 +142,43 @@ def test_script_of_the_job_is_told_by_a_file_to_requeue(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="0"):
         fit("zero3", tmp_path, seeded(lambda: Signalled(1, 1)), plugins=[slurm(tmp_path)])
     assert (tmp_path / "outcome").read_text() == "requeue\n" and requeued(tmp_path) == []
+
+
+@on_ranks(2)
+def test_each_fit_of_a_script_resumes_its_own_checkpoint_of_the_job(tmp_path: Path) -> None:
+    """In the folder of the job, and not in that of the Trainer, where another job may have left one."""
+    environment, run_dir = slurm(tmp_path), tmp_path / "run"
+    settings: dict[str, Any] = {"limit_val_batches": 0, "plugins": [environment], "max_epochs": 1}
+    with pytest.raises(SystemExit):
+        fit("zero3", tmp_path, seeded(lambda: Signalled(3)), **settings)
+    assert files(tmp_path, "hpc_ckpt_*") == ["hpc_ckpt_1.ckpt"]  # of another job
+    os.environ[RUN_DIR_VARIABLE] = str(run_dir)
+    for second, steps in ((1, 2), (-1, EPOCH - 2)):
+        job_checkpoints._fits = itertools.count(1)  # the script starts, or starts again
+        assert len(fit("zero3", tmp_path, **settings).losses) == EPOCH
+        module = seeded(lambda second=second: Signalled(second))
+        with pytest.raises(SystemExit) if second > 0 else contextlib.nullcontext():
+            fit("zero3", tmp_path, module, **settings)
+        assert len(module.losses) == steps
+        assert files(run_dir / "fit-2", "*.ckpt") == ["hpc_ckpt_1.ckpt"]
+
+
+@on_ranks(2)
+@mock.patch.object(resume, "MEET_S", 1.0)
+def test_error_of_all_ranks_before_the_first_step_is_noted_for_the_script(tmp_path: Path) -> None:
+    """An error after a step, of a file system or of another rank may not come again."""
+    environment = slurm(tmp_path)
+    for at in (0, 1):
+        run_dir = tmp_path / f"{at}"
+        run_dir.mkdir(exist_ok=True)
+        os.environ[OUTCOME_VARIABLE] = str(run_dir / "outcome")
+        for error in (PeerError("rank 1 is gone"), OSError(errno.ESTALE, "Stale file handle"), SystemExit(1)):
+            interruptions.note_failure(error)
+        assert files(run_dir, "raised-*") == []
+        with pytest.raises(KeyError, match="planned"):
+            fit("zero3", run_dir, seeded(lambda at=at: toys.Fails(at)), plugins=[environment])
+        dist.barrier()
+        assert files(run_dir, "raised-*") == ([] if at else ["raised-0", "raised-1"])
 
 
 @pytest.mark.sample

@@ -33,7 +33,7 @@ class ClusterConfig:
         nodes: number of hosts of the job; sets ``trainer.num_nodes``.
         gpus_per_node: number of GPUs of each node; 0 on a CPU cluster.
         tasks_per_node: number of processes on each node; sets ``trainer.devices``. ``None``: one per GPU.
-        cpus_per_task: number of cores of each process, for offloaded steps and data loading.
+        cpus_per_task: number of cores of each process, for offloaded steps and data loading. ``None``: SLURM's default.
         mem: host memory of each node as SLURM writes it (``500G``); ``0``: all.
         time: time limit, ``hours:minutes:seconds`` or ``days-hours``. A requeued job gets the whole time again.
         partition, account, qos, constraint, reservation: passed to SLURM.

@@ -6,34 +6,39 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime
-from lightning_zero.ranks.resume import OUTCOME_VARIABLE, REFUSED, REQUEUE
+from lightning_zero.ranks.resume import OUTCOME_VARIABLE, RAISED, REFUSED, REQUEUE, RUN_DIR_VARIABLE
 
 RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 
 
-def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, run_dir: str | None = None) -> str:
-    """Return the text of an sbatch script that runs the main job.
+def script(
+    cluster: ClusterConfig, arguments: Sequence[str], *, folder: Path, run_dir: str | None = None, own: bool = False
+) -> str:
+    """Return the text of an sbatch script that runs the main job, or a command of the user's own.
 
     Args:
-        arguments: arguments of ``python -m lightning_zero.train``.
+        arguments: arguments of ``python -m lightning_zero.train``, or the words of the command.
         folder: working directory of the job.
         run_dir: the run's folder. The default has the job's id in its name, so that a requeued job finds it again.
+        own: whether ``arguments`` are a command of the user's own, which gets the folder in an environment variable.
     """
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in cluster.env.items()]
     begin = [f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}", 'mkdir -p "$run_dir"']
+    here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # the run may change directory
+    if own:
+        begin += [f'export {RUN_DIR_VARIABLE}="{here}$run_dir"']
     if cluster.requeue:
-        here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # the run may change directory
-        begin += ['rm -f "$run_dir/outcome"', 'touch "$run_dir/started"']
+        begin += [f'rm -f "$run_dir/outcome" "$run_dir/{RAISED}"*', 'touch "$run_dir/started"']
         begin += [f'export {OUTCOME_VARIABLE}="{here}$run_dir/outcome"']
     parts = [
         "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options(cluster, folder, run_dir))]),
         "\n".join([*exports, *cluster.setup]),
         "\n".join(begin),
-        command(cluster, arguments, folder),
+        command(cluster, arguments, folder, own=own),
         requeue_lines(cluster) if cluster.requeue else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -80,13 +85,15 @@ def _quoted(value: object) -> str:
     return text if re.fullmatch(r"[\w./:@%+,=&|\[\]-]+", text) else '"' + text.replace('"', '\\"') + '"'
 
 
-def command(cluster: ClusterConfig, arguments: Iterable[str], folder: Path) -> str:
+def command(cluster: ClusterConfig, arguments: Sequence[str], folder: Path, *, own: bool = False) -> str:
     """Return the shell command, on several lines, that starts the run by srun."""
     srun = ["srun", "--kill-on-bad-exit=1"]
     if cluster.cpus_per_task is not None:
         srun.append(f"--cpus-per-task={cluster.cpus_per_task}")  # srun does not inherit it from sbatch
     lines = [" ".join([*srun, *map(shlex.quote, cluster.srun)])]
     lines += _container(cluster, folder)
+    if own:
+        return " \\\n    ".join([*lines, shlex.join(arguments)])
     python = cluster.python or ("python" if cluster.container else sys.executable)
     lines += [f"{shlex.quote(python)} -m lightning_zero.train", "\"hydra.run.dir='$run_dir'\""]
     lines += map(_word, arguments)
@@ -116,9 +123,13 @@ def requeue_lines(cluster: ClusterConfig) -> str:
     lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$outcome" = {REQUEUE} ]; then']
     lines += ['    scontrol requeue "$SLURM_JOB_ID"']
     if cluster.retries:
+        lines.insert(2, f'raised=$(ls "$run_dir" | grep -c "^{RAISED}")')
+        lines.insert(3, 'trained=$(find "$run_dir" -name "*.ckpt" | head -1)')
+        some = f'{{ [ "$raised" -lt {cluster.world_size} ] || [ -n "$trained" ]; }}'
         lines += [
-            f"# A task was killed or failed: at most {cluster.retries} times without a new checkpoint.",
-            f'elif [ $code -ne 0 ] && [ "$outcome" != {REFUSED} ]; then',
+            f"# A task was killed or failed: at most {cluster.retries} times without a new checkpoint, and never if",
+            "# all tasks have raised an error before the first step of the job: they would again.",
+            f'elif [ $code -ne 0 ] && [ "$outcome" != {REFUSED} ] && {some}; then',
             '    new=$(find "$run_dir" -name "*.ckpt" -newer "$run_dir/started" | head -1)',
             '    if [ -n "$new" ]; then rm -f "$run_dir/failures"; fi',
             '    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/failures"',

@@ -58,11 +58,7 @@ def fake_copy(
     module: pl.LightningModule, dtypes: Mapping[int, torch.dtype], mode: FakeTensorMode
 ) -> pl.LightningModule:
     """Copy ``module`` with fake tensors. ``dtypes``: the tensors' new dtypes, by ``id``. Tied parameters stay tied."""
-    memo: dict[int, Any] = {id(None): None}
-    for owner in ("_trainer", "_fabric"):
-        held = module.__dict__.get(owner)
-        if held is not None:
-            memo[id(held)] = None
+    memo = _without_owners(module)
     with mode:
         for param in module.parameters():
             fake = torch.empty_strided(
@@ -74,6 +70,19 @@ def fake_copy(
             memo[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=dtype, device=CPU)
     with FakeCopyMode(mode):
         return copy.deepcopy(module, memo)
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """Copy ``module`` with parameters and buffers on meta."""
+    memo = _without_owners(module)
+    memo |= {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in module.parameters()}
+    memo |= {id(buffer): buffer.detach().to("meta") for buffer in module.buffers()}
+    return copy.deepcopy(module, memo)
+
+
+def _without_owners(module: nn.Module) -> dict[int, Any]:
+    """Return a memo with which ``copy.deepcopy`` leaves the Trainer and Fabric of ``module`` out."""
+    return {id(module.__dict__.get(owner)): None for owner in ("_trainer", "_fabric")} | {id(None): None}
 
 
 def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@
     range_saves          one file, written by all ranks
     sharded_checkpoints  folders, written by all ranks
     background_saves     folders, written while training goes on
+    job_checkpoints      the checkpoint from which a restarted job resumes
     kept_files           last.ckpt, and files that a killed run has left
     checkpoint_fits      whether a checkpoint fits this model, and settings it overrides
     random_numbers       states of all ranks' random number generators

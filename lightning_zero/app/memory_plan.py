@@ -1,0 +1,299 @@
+"""Plan the memory of a module: :func:`plan_memory`, and what it shares with the command ``plan``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_zero.app.parts import PRECISION_ALIASES
+from lightning_zero.app.plan_model import describe_module, on_meta
+from lightning_zero.app.plan_picture import check_picture, draw
+from lightning_zero.app.plan_tables import Described, rates_line, show, title_of
+from lightning_zero.app.schema import MachineConfig, named_machine
+from lightning_zero.engine import engine_of
+from lightning_zero.engine.units.describe import UnitGroup
+from lightning_zero.lightning_api import is_overridden, pl
+from lightning_zero.planning.choose import Choice, choose_row
+from lightning_zero.planning.fit import Advice, Machine, Row, advise, best, plan_row
+from lightning_zero.planning.memory import ADAM_STATES
+from lightning_zero.planning.placement import Tier
+from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, Rates
+from lightning_zero.planning.tensor_states import TensorStates
+from lightning_zero.planning.topology import check_groups
+from lightning_zero.settings import (
+    ConfigError,
+    Offload,
+    OffloadConfig,
+    Precision,
+    ZeroConfig,
+    allowed_rows,
+    make_config,
+    nearest,
+)
+from lightning_zero.settings.values import kinds_of, positive
+from lightning_zero.trainer.memory.activations import quiet
+from lightning_zero.trainer.memory.auto_row import batch_from
+from lightning_zero.trainer.memory.fake_module import meta_copy, states_of
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """What a stage and an offload setting need. ``ZeroStrategy(stage=row.stage, offload=row.offload)`` takes them.
+
+    Attributes:
+        fits: whether the machine has it.
+        per_gpu, per_host, per_disk: peak bytes of one GPU, and of one host's memory and disk for all its ranks.
+        seconds_per_step, bound_by: how long a step is expected to take, and the resource that bounds it. None if
+            nothing is known of it.
+    """
+
+    stage: str
+    offload: str
+    fits: bool
+    per_gpu: int
+    per_host: int
+    per_disk: int
+    seconds_per_step: float | None
+    bound_by: str | None
+
+    @classmethod
+    def of(cls, row: Row) -> PlannedRow:
+        each = row.per_rank[Tier.device], row.per_host[Tier.host], row.per_host[Tier.nvme]
+        time = (None, None) if row.time is None else (row.time.seconds, row.time.binding)
+        return cls(row.stage.value, row.offload.value, row.fits, *each, *time)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MemoryPlan:
+    """A memory plan. ``print(plan)`` shows the table of the command ``plan``."""
+
+    described: Described
+    machine: Machine
+    config: ZeroConfig
+    planned: Sequence[Row]
+    advices: Sequence[Advice]
+    choice: Choice | str  # what auto takes, or why it takes nothing
+    rates: Rates
+    given_rates: Sequence[str]
+
+    @property
+    def rows(self) -> list[PlannedRow]:
+        """Return every possible stage and offload setting."""
+        return [PlannedRow.of(row) for row in self.planned]
+
+    @property
+    def best(self) -> PlannedRow | None:
+        """Return the row to try first, which fits and offloads and shards least; None if none fits."""
+        row = best(self.planned)
+        return None if row is None else PlannedRow.of(row)
+
+    @property
+    def auto(self) -> PlannedRow | None:
+        """Return the row that ``stage="auto"`` would take, the fastest that leaves some memory free; None if none."""
+        return None if isinstance(self.choice, str) else PlannedRow.of(self.choice.row)
+
+    def show(self, file: Any = None) -> None:
+        """Print the plan to ``file``, by default to stdout."""
+        rates = rates_line(self.rates, self.given_rates, shared=self.machine.shared)
+        show(self.described, self.machine, self.planned, self.advices, self.config, self.choice, rates, file)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        self.show(text)
+        return text.getvalue().rstrip()
+
+    __repr__ = __str__
+
+    def picture(self, path: str | os.PathLike[str]) -> list[str]:
+        """Draw the bytes to ``path``, or to ``path.png`` and ``path.svg`` if it has no suffix. Return the files."""
+        check_picture(os.fspath(path))
+        title = title_of(self.described.model, self.machine, self.described.precision)
+        return draw(os.fspath(path), title, self.machine, self.planned, self.config, self.choice)
+
+
+def make_plan(
+    described: Described, machine: Machine, zero: ZeroConfig, given: Mapping[str, float | None]
+) -> MemoryPlan:
+    """Plan every row of a described model on ``machine``. ``given``: rates that are known."""
+    model, known = described.model, {key: value for key, value in given.items() if value is not None}
+    check_groups(zero, machine.world_size)
+    rates = replace(CPU_RATES if machine.shared else GPU_RATES, **known)
+    candidates = [(stage, offload, _budgets(zero, offload)) for stage, offload in allowed_rows(machine.hybrid_shard)]
+    rows = [plan_row(model, *row[:2], machine, row[2], rates) for row in candidates]
+    advices = [
+        Advice(None, None) if row.fits else advise(model, row, machine, _budgets(zero, row.offload), rows)
+        for row in rows
+    ]
+    try:
+        choice: Choice | str = choose_row(model, machine, candidates, rates)
+    except ConfigError as error:
+        choice = str(error)
+    return MemoryPlan(described, machine, zero, rows, advices, choice, rates, sorted(known))
+
+
+def _budgets(zero: ZeroConfig, offload: Offload) -> OffloadConfig:
+    """Return memory budgets to plan ``offload`` with: the user's if ``offload`` is the user's choice, else defaults."""
+    return zero.offload if offload is zero.offload.name else OffloadConfig()
+
+
+def find_machine(
+    asked: MachineConfig, zero: ZeroConfig, *, gpus: int | None = None, nodes: int | None = None, on_gpus: bool = True
+) -> Machine:
+    """Return the machine to plan for. Values that ``asked`` does not give come from this machine.
+
+    ``gpus``, ``nodes``: those of the run, if known. ``on_gpus``: whether the run uses GPUs if there are any."""
+    from lightning_zero.comm.share import Share, own_path
+    from lightning_zero.device.cuda import gpu_count, gpu_nbytes
+    from lightning_zero.tiers.limits import available_host_memory
+
+    there = gpu_count() if on_gpus else 0
+    shared = not there and asked.gpu_memory is None
+    host = asked.host_memory if asked.host_memory is not None else available_host_memory()
+    gpu = asked.gpu_memory
+    if gpu is None:
+        gpu = 0 if shared else gpu_nbytes()
+    path = zero.offload.nvme_path
+    with contextlib.suppress(ConfigError):  # the path may hold variables that only the nodes have
+        path = own_path(path, Share(), 0) if path else None
+    nvme = asked.nvme
+    if nvme is None:
+        nvme = shutil.disk_usage(path).free if path and os.path.isdir(path) else 0
+    gpus = asked.gpus or gpus or max(1, there)
+    return Machine(gpus, gpu, host, nvme, asked.nodes or nodes or 1, shared, zero.hybrid_shard)
+
+
+# -- a module of the user's own ---------------------------------------------------------------------------------------
+
+
+class _Trained(pl.LightningModule):
+    """A module that is no LightningModule, with a function that trains it."""
+
+    def __init__(self, module: nn.Module, step: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.module, self._step = module, step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._step(self.module, batch)
+
+
+def plan_memory(
+    module: nn.Module | Callable[[], nn.Module],
+    batch: Any = None,
+    machine: str | Mapping[str, Any] | None = None,
+    *,
+    stage: int | str | None = None,
+    offload: Any = None,
+    precision: Any = None,
+    training_step: Callable[[Any, Any], Any] | None = None,
+    accumulate_grad_batches: int = 1,
+    optimizer_states: int | None = None,
+    **settings: Any,
+) -> MemoryPlan:
+    """Plan the memory of ``module`` on a machine, for every stage and offload setting, and the time of a step.
+
+    ``module`` stays unchanged, and nothing is computed::
+
+        plan = lightning_zero.plan_memory(MyModule, batch, {"name": "h100", "nodes": 2, "host_memory": "1TB"})
+        print(plan)
+        Trainer(strategy=ZeroStrategy(plan.best.stage, offload=plan.best.offload), ...)
+
+    Args:
+        module: a module, or a class or function that makes one when called; it is then built without memory.
+        batch: a batch of one rank as ``training_step`` gets it, or a DataLoader, whose first batch counts. None:
+            activations are not counted.
+        machine: a name such as ``"h100"``, or a mapping of ``gpus``, ``gpu_memory``, ``host_memory``, ``nvme``,
+            ``nodes`` and ``rates``; its ``name``, if it has one, gives the rest. What is missing is this machine's.
+        stage, offload: the row to mark, as for :class:`ZeroStrategy`.
+        precision: a name of ``zero/precision``, or of ``Trainer(precision=)``. Default: fp32.
+        training_step: a function of the module and a batch that returns a loss, where the module has none.
+        accumulate_grad_batches: as for the Trainer.
+        optimizer_states: number of state tensors for each parameter. Default: those of ``configure_optimizers``.
+        settings: as for :class:`ZeroStrategy`.
+
+    Raises ConfigError for settings that cannot work, and what building the module raises.
+    """
+    if optimizer_states is not None:
+        positive("optimizer_states", optimizer_states, zero_ok=True)
+    rows = {"stage": stage, "offload": offload, "precision": _precision_name(precision)}
+    zero = make_config(None, **{key: row for key, row in rows.items() if row is not None}, **settings)
+    row = zero.precision.name or Precision.fp32
+    asked = _machine_config(machine)
+    built = _built(module, row)
+    if training_step is not None:
+        built = _Trained(built, training_step)
+    first = batch_from(batch) if isinstance(batch, DataLoader) else batch
+    described = describe_module(
+        built,
+        zero,
+        row,
+        micro_batches=accumulate_grad_batches,
+        states=partial(_states, optimizer_states, zero),
+        take_batch=None if batch is None else lambda: first,
+    )
+    return make_plan(described, find_machine(asked, zero), zero, asked.rates)
+
+
+def _precision_name(asked: Any) -> Any:
+    flag = PRECISION_ALIASES.get(str(asked), str(asked))
+    return next((row.name for row in Precision if row.value == flag), asked)
+
+
+def _machine_config(machine: str | Mapping[str, Any] | None) -> MachineConfig:
+    given: dict[str, Any] = {"name": machine} if isinstance(machine, str) else dict(machine or {})
+    name = given.pop("name", None)
+    known = named_machine(name) if name is not None else {}
+    if unknown := sorted(set(given) - (keys := set(kinds_of(MachineConfig)))):
+        close = nearest(unknown[0], keys)
+        raise ConfigError(
+            f"machine: expected name, {', '.join(sorted(keys))}, got {unknown[0]!r}."
+            f"{f' Did you mean {close!r}?' if close else ''}"
+        )
+    rates = dict(known.get("rates") or {}) | dict(given.get("rates") or {})
+    return MachineConfig(**known | given | {"rates": rates})
+
+
+def _built(module: nn.Module | Callable[[], nn.Module], precision: Precision) -> nn.Module:
+    """Return the module with what ``configure_model`` adds: on meta, unless it was there already."""
+    if isinstance(module, nn.Module) and engine_of(module) is not None:
+        raise ConfigError("plan_memory: expected a module that is not sharded yet, got one after a run. Make another.")
+    if isinstance(module, nn.Module) and not _configures(module):
+        return module
+
+    def build() -> nn.Module:
+        made: Any = meta_copy(module) if isinstance(module, nn.Module) else module() if callable(module) else module
+        if not isinstance(made, nn.Module):
+            raise ConfigError(
+                f"plan_memory: expected a module, or a class or function that makes one, got {module!r}. Pass a module."
+            )
+        if _configures(made):
+            made.configure_model()  # type: ignore[operator]
+        return made
+
+    return on_meta(build, precision)
+
+
+def _configures(module: nn.Module) -> bool:
+    return isinstance(module, pl.LightningModule) and is_overridden("configure_model", module)
+
+
+def _states(
+    asked: int | None, zero: ZeroConfig, units: Sequence[UnitGroup], module: nn.Module
+) -> tuple[int | TensorStates, str]:
+    if asked is not None:
+        return asked, ""
+    if isinstance(module, pl.LightningModule) and is_overridden("configure_optimizers", module):
+        with quiet(logging.CRITICAL):  # Lightning logs a new Trainer
+            return states_of(module, None, units, zero)
+    return ADAM_STATES, "the module has no configure_optimizers; give optimizer_states"
