@@ -155,6 +155,35 @@ def test_writes_that_differ_are_refused_on_all_ranks(stage: int, how: str, preci
                 step_and_clear(side)
 
 
+def subtract(weight: Tensor) -> None:
+    weight -= 1
+
+
+def put(weight: Tensor) -> None:
+    weight[0] = 1
+
+
+def put_out(weight: Tensor) -> None:
+    torch.add(torch.ones(()), 1, out=weight)
+
+
+def put_in_a_list(weight: Tensor) -> None:
+    torch._foreach_copy_([weight], [torch.ones(WIDTH)])
+
+
+def average(weight: Tensor) -> None:
+    weight.lerp_(torch.ones(()), 0.1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", [subtract, put, put_out, put_in_a_list, average, nn.init.zeros_])
+def test_no_write_reaches_a_placeholder(change: Callable[[Tensor], Any]) -> None:
+    """Wherever weights are used without being gathered."""
+    refused = pytest.raises(RuntimeError, match="would write to a placeholder of a sharded parameter")
+    with Sharded(Model(), stage=3) as side, side.engine.passes.fence.lowered(), torch.no_grad(), refused:
+        change(side.module.blocks[0].norm.weight)
+
+
 # -- between forward and forward --------------------------------------------------------------------------------------
 
 
