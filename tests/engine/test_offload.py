@@ -6,6 +6,7 @@ Both runs are of the same stage, so losses, gradients, parameters and optimizer 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import threading
@@ -283,6 +284,32 @@ def raises(side: Sharded) -> list[Any]:
     return found + train(side, 2, first=3)
 
 
+def follower() -> nn.Module:
+    student = Model()
+    return Does(
+        lambda m, batch: m.teacher(batch).detach() - m.student(batch),
+        student=student,
+        teacher=copy.deepcopy(student).requires_grad_(False),
+    )
+
+
+def uses_weights_in_every_second_step(side: Sharded, what: str) -> list[Any]:
+    """Of two units at once, outside of their calls, where the recorded order of gathers lacks these uses."""
+    module, found = side.module, []
+    for step in range(4):
+        with side.engine.step_scope():
+            pairs = list(zip(module.teacher.parameters(), module.student.parameters(), strict=True)) * (step % 2)
+            if what == "compared":
+                found += [torch.cosine_similarity(own.flatten(), other.flatten(), 0).detach() for own, other in pairs]
+            with torch.no_grad():
+                for own, other in pairs if what != "compared" else ():
+                    own.copy_(other) if what == "copied" else own.lerp_(other, 0.1)
+            found.append(loss_at(module, step))
+            side.backward(found[-1])
+            step_and_clear(side)
+    return found
+
+
 ADAPTERS = {"optimizer": trainable, "unit": {"classes": ["Block", "Adapted"]}}
 PROGRAMS: dict[str, tuple[Body, Callable[[], nn.Module], dict[str, Any]]] = {
     "adapters": (lambda side: train(side, 3), adapted, ADAPTERS),
@@ -304,6 +331,14 @@ def test_programs_equal_none(row: str, stage: int, program: str, precision: str,
     body, build, settings = PROGRAMS[program]
     with slow_steps():
         compare(row, stage, tmp_path, body, build, precision=precision, **settings)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["averaged", "copied", "compared"])
+@pytest.mark.parametrize("row", ["cpu", pytest.param("nvme", marks=pytest.mark.full)])
+def test_weights_that_are_used_in_every_second_step_are_those_of_none(row: str, what: str, tmp_path: Path) -> None:
+    body = functools.partial(uses_weights_in_every_second_step, what=what)
+    compare(row, 3, tmp_path, body, follower, optimizer=trainable)
 
 
 @pytest.mark.smoke

@@ -155,6 +155,60 @@ def test_writes_that_differ_are_refused_on_all_ranks(stage: int, how: str, preci
                 step_and_clear(side)
 
 
+@on_ranks(2, full=(3,))
+@STAGES
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.filterwarnings("ignore:.*loses changes below")
+def test_what_one_rank_writes_and_sends_to_the_others_is_kept(stage: int, precision: str) -> None:
+    """The others receive it into the parameter itself, by a message that changes no version."""
+    with Sharded(Model(), stage=stage, precision=precision, optimizer=sgd) as side:
+        for step in range(3):
+            weight = side.module.head.weight
+            with side.engine.step_scope(), torch.no_grad():
+                if dist.get_rank() == 0:
+                    weight.mul_(0.5)
+                dist.broadcast(weight, 0)
+                wanted = weight.float()
+                with torch.enable_grad(), autocast(precision):
+                    language_work(side, step)
+            masters = side.engine.state_dict(only_rank_0=False)
+            assert torch.equal(masters["head.weight"].to(weight.dtype).float(), wanted)
+            step_and_clear(side)
+            for name, own in side.engine.state_dict(only_rank_0=False).items():
+                of_rank_0 = own.clone()
+                dist.broadcast(of_rank_0, 0)
+                assert torch.equal(own, of_rank_0), name
+
+
+def subtract(weight: Tensor) -> None:
+    weight -= 1
+
+
+def put(weight: Tensor) -> None:
+    weight[0] = 1
+
+
+def put_out(weight: Tensor) -> None:
+    torch.add(torch.ones(()), 1, out=weight)
+
+
+def put_in_a_list(weight: Tensor) -> None:
+    torch._foreach_copy_([weight], [torch.ones(WIDTH)])
+
+
+def average(weight: Tensor) -> None:
+    weight.lerp_(torch.ones(()), 0.1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", [subtract, put, put_out, put_in_a_list, average, nn.init.zeros_])
+def test_no_write_reaches_a_placeholder(change: Callable[[Tensor], Any]) -> None:
+    """Wherever weights are used without being gathered."""
+    refused = pytest.raises(RuntimeError, match="would write to a placeholder of a sharded parameter")
+    with Sharded(Model(), stage=3) as side, side.engine.passes.fence.lowered(), torch.no_grad(), refused:
+        change(side.module.blocks[0].norm.weight)
+
+
 # -- between forward and forward --------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
 import torch
@@ -39,13 +39,6 @@ CHUNK = 1 << 20  # elements per step of a checksum
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Key = tuple[int, int]  # bucket, slot
-
-
-class _Entry(NamedTuple):
-    """Holds checksums of users' writes to one parameter, until the ranks have compared them."""
-
-    before: int  # checksum of this rank's part before its first write
-    after: int  # checksum of the whole parameter after this rank's write
 
 
 def checksum(values: Tensor, first: int = 0) -> int:
@@ -92,7 +85,8 @@ class Writes:
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
         self._read: dict[_Key, list[ReferenceType[Tensor]]] = {}  # results of ``.data``, which users may still hold
-        self._unconfirmed: dict[_Key, _Entry] = {}
+        # Of each parameter that this rank has written: checksums of its own part before, and of the whole one after.
+        self._unconfirmed: dict[_Key, tuple[int, int]] = {}
         self.write_backs: list[Callable[[], None]] = []  # what each open gather() does at its end
         self._warned = False  # of a write that was rounded
 
@@ -131,6 +125,8 @@ class Writes:
                 written.append(info)
         if written or bucket in self._handed_out:
             self.forget(bucket)
+        for info in written:
+            self.note_rounded(bucket, info)
         if written:
             self._take(bucket, written)
 
@@ -139,8 +135,6 @@ class Writes:
             self.take_over(bucket)
 
     def _take(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
-        for info in written:
-            self.note_rounded(bucket, info)
         # Read before the masters change, because compute parameters may be computed from them.
         before = bucket.own_compute_params()
         with opened(bucket.storage, changed=True):
@@ -198,12 +192,13 @@ class Writes:
     def _note(self, bucket: Bucket, info: ParamInfo, own: Tensor, whole: Tensor) -> None:
         """Save checksums of a user's write to a gathered parameter, to compare ranks later. ``whole``: the parameter
         after the write. ``own`` [owned numel]: this rank's compute parameters before the write."""
-        if bucket.comm.shard_size == 1 or not bucket.shards_master:
+        if self._comm.world_size == 1:
             return
         key = self._number[bucket], info.slot
-        known = self._unconfirmed.get(key)
-        before = known.before if known is not None else self.own_checksum(bucket, info.slot, own)
-        self._unconfirmed[key] = _Entry(before, checksum(info.flattened(whole)))
+        before, after = self._unconfirmed.get(key) or (self.own_checksum(bucket, info.slot, own), 0)
+        if bucket.comm.shard_size > 1 and bucket.shards_master:  # else ranks may have values of their own
+            after = checksum(info.flattened(whole))
+        self._unconfirmed[key] = before, after
 
     @staticmethod
     def own_checksum(bucket: Bucket, slot: int, own: Tensor) -> int:
@@ -217,79 +212,51 @@ class Writes:
         return bool(self._unconfirmed)
 
     def confirm(self) -> None:
-        """Compare the checksums of users' writes. All ranks raise RuntimeError if written values differ. Collective."""
-        # Each ``if`` before a message reads only tables that all ranks have, so that all ranks send it.
-        written = {key: entry.after for key, entry in self._unconfirmed.items()}
-        table = self._comm.all_gather_objects(written, "what was written to parameters")
-        keys = sorted({key for found in table for key in found})
-        unequal = [key for key in keys if self._differ(key, table)]
-        if any(not self._buckets[bucket].plan.copies_master for bucket, _ in unequal):
-            # Writes to masters leave no original to compare. Ranks without a write send checksums of their values.
-            table = self._comm.all_gather_objects(written | self._own_copies(unequal), "copies of parameters")
-            unequal = [key for key in unequal if self._differ(key, table)]
-        if unequal:
-            # A rank may have written the old values. Then it agrees with ranks that did not write.
-            originals = self._originals(unequal)
-            unequal = [
-                k
-                for k in unequal
-                if not self._buckets[k[0]].plan.copies_master
-                or any(
-                    table[rank].get(k, original) != original
-                    for ranks, original in zip(self._same_params(k), originals[k], strict=True)
-                    for rank in ranks
-                )
-            ]
+        """Take over this rank's copies of what any rank has written. Raise RuntimeError on all ranks if written values
+        differ. Collective."""
+        written = self._comm.all_gather_objects(list(self._unconfirmed), "what was written to parameters")
+        keys = sorted({key for found in written for key in found})
+        self._take_missed([key for key in keys if key not in self._unconfirmed])
+        table = self._comm.all_gather_objects([self._now(key) for key in keys], "values of what was written")
         self._unconfirmed.clear()  # before the error, or the next pass would raise the error again
+        unequal = []
+        for number, (at, slot) in enumerate(keys):
+            topology = self._buckets[at].comm.topology
+            for ranks, group in zip(topology.same_params, topology.shard_groups, strict=False):
+                # A rank may have written the old values. Then it agrees with ranks that did not write.
+                original = sum(table[rank][number][0] for rank in group) & 0xFFFFFFFFFFFFFFFF
+                found = {table[rank][number][1] for rank in ranks}
+                if len({original if whole is None else whole for whole in found}) > 1:
+                    unequal.append(self._buckets[at].params[slot].fqn)
         if unequal:
-            names = ", ".join(self._buckets[b].params[slot].fqn for b, slot in unequal)
             raise RuntimeError(
-                f"{names}: written to in a step, with other values on some ranks than on others, so that no rank's are "
-                "right for all. Write the same on all ranks, or write inside `with lightning_zero.gather(module, "
-                "from_rank=0):`, where one rank's values count. (An Embedding with max_norm writes to the rows of its "
-                "rank's batch: drop max_norm.)"
+                f"{', '.join(unequal)}: written to in a step, with other values on some ranks than on others, so that "
+                "no rank's are right for all. Write the same on all ranks, or write inside `with lightning_zero.gather("
+                "module, from_rank=0):`, where one rank's values count. (An Embedding with max_norm writes to the rows "
+                "of its rank's batch: drop max_norm.)"
             )
 
-    def _same_params(self, key: _Key) -> tuple[tuple[int, ...], ...]:
-        return self._buckets[key[0]].comm.topology.same_params
-
-    def _differ(self, key: _Key, table: Sequence[Mapping[_Key, int]]) -> bool:
-        return any(len({table[rank].get(key) for rank in ranks}) > 1 for ranks in self._same_params(key))
-
-    def _own_copies(self, keys: Sequence[_Key]) -> dict[_Key, int]:
-        """Return checksums of this rank's values of those parameters ``keys`` that are the masters, not copies."""
-        copies = {}
+    def _take_missed(self, keys: Iterable[_Key]) -> None:
+        """Take over this rank's copies of parameters that other ranks have written, where it still has them: a message
+        of the user's own (``dist.broadcast(weight, 0)``) changes no version."""
         for number, slot in keys:
             bucket = self._buckets[number]
-            if not bucket.plan.copies_master:
-                info = bucket.params[slot]
-                assert info.gathered is not None
-                copies[number, slot] = checksum(info.flattened(info.gathered))
-        return copies
+            if bucket.shows_values and not bucket.is_plain:
+                bucket.awaited_step.wait()
+                self._take(bucket, [bucket.params[slot]])
+
+    def _now(self, key: _Key) -> tuple[int, int | None]:
+        """Return checksums of this rank's part before a write, and of the whole parameter as this rank has it; None: as
+        it was, which the parts of all ranks tell."""
+        bucket = self._buckets[key[0]]
+        known = self._unconfirmed.get(key)
+        return known or (self.own_checksum(bucket, key[1], bucket.own_compute_params()), None)
 
     def confirm_if_any(self) -> None:
         """Call :meth:`confirm` if any rank has unconfirmed writes. Call between passes. Collective."""
         flag = torch.tensor([self.unconfirmed], dtype=torch.uint8)
         if int(self._comm.max_(flag).item()):
             self.confirm()
-
-    def _originals(self, keys: Sequence[_Key]) -> dict[_Key, list[int]]:
-        """Return the checksums of each parameter of ``keys`` before any write, summed over ranks: one for each group of
-        ranks that have the same parameter. Collective."""
-        own = {}
-        for key in keys:
-            entry = self._unconfirmed.get(key)
-            bucket = self._buckets[key[0]]
-            own[key] = (
-                entry.before if entry is not None else self.own_checksum(bucket, key[1], bucket.own_compute_params())
-            )
-        table = self._comm.all_gather_objects(own, "parameters before they were written to")
-        found = {}
-        for key in keys:
-            topology = self._buckets[key[0]].comm.topology
-            ranks = topology.shard_groups[: len(topology.same_params)]
-            found[key] = [sum(table[rank][key] for rank in group) & 0xFFFFFFFFFFFFFFFF for group in ranks]
-        return found
 
 
 class BufferSync:

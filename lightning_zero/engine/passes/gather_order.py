@@ -47,7 +47,7 @@ class GatherOrder:
     _one_path: bool = True  # all ranks have asked for the same units so far
     _idle: deque[Unit] = field(default_factory=deque)  # units that were gathered and not used yet
     _guess: Cursor | None = None  # under dynamic: the order of the last pass, to guess the next unit
-    _leaving: Unit | None = None  # a used unit, which is resharded after the next gather is issued
+    _leaving: Unit | None = None  # a resharded unit, whose memory is freed after the next gather is issued
 
     def plans_changed(self) -> None:
         """Forget the recorded orders of gathers, after buckets got new placements."""
@@ -66,7 +66,6 @@ class GatherOrder:
         self._cursor = Cursor(plan) if plan is not None and follows else None
         self._guess = Cursor(plan) if plan is not None and self.dynamic else None
         self._history = []
-        self._leaving = None
         self._idle.clear()
 
     @outside_autograd
@@ -77,10 +76,8 @@ class GatherOrder:
         if not unit.reshards:
             unit.unshard_wait()
             return
-        if unit is self._leaving:
-            self._drop_leaving()  # the plan gathers it again
         self._demand(unit)
-        self._drop_leaving()
+        self._free_leaving()
 
     @outside_autograd
     def release(self, unit: Unit) -> None:
@@ -88,18 +85,17 @@ class GatherOrder:
         if not unit.reshards or unit.state is not State.GATHERED:
             return
         if (self._cursor is None or self._agreeing or self._cursor.used(unit.index)) and not unit.is_held:
-            self._drop_leaving()
-            # A gather waits for all uses of memory freed before the gather was issued. So free this unit's later.
-            if self.holds_next:
-                self._leaving = unit
-            else:
-                unit.reshard()
+            self._free_leaving()
+            # A gather waits for all uses of memory freed before the gather was issued. So free this unit's later. Its
+            # parameters show placeholders already: every further use must come to the engine.
+            unit.reshard(free=not self.holds_next)
+            self._leaving = unit if self.holds_next else None
 
-    def _drop_leaving(self) -> None:
-        """Reshard the unit, if any, that :meth:`release` has left gathered until the next gather is issued."""
+    def _free_leaving(self) -> None:
+        """Free the memory, if any, that :meth:`release` has left to the unit until the next gather is issued."""
         leaving, self._leaving = self._leaving, None
-        if leaving is not None and leaving.state is State.GATHERED:
-            leaving.reshard()
+        if leaving is not None:
+            leaving.free()
 
     def _demand(self, unit: Unit) -> None:
         """Gather ``unit``, issue the gathers of the next units ahead, and wait for ``unit``."""
@@ -134,6 +130,7 @@ class GatherOrder:
             for index in self._cursor.rest():
                 self._issue(index, ahead=True)
                 self._drop_idle()
+        self._free_leaving()
 
     def call_ends(self) -> None:
         """Under ``dynamic``, take part in gathers until all ranks have left their outermost module call. Collective."""
@@ -145,6 +142,7 @@ class GatherOrder:
 
     def abort(self) -> None:
         self._cursor, self._agreeing, self.holds_next = None, False, False
+        self._free_leaving()
         self._idle.clear()
 
     # -- agreeing -------------------------------------------------------------------------------------------------
@@ -192,6 +190,8 @@ class GatherOrder:
             return
         if not self._agreeing:
             self._history.append(index)
+        if unit is self._leaving:
+            self._free_leaving()  # it takes its memory again, after the uses so far
         unit.unshard_begin()
         if ahead:
             self._idle.append(unit)

@@ -550,13 +550,13 @@ class Passes:
         written = self.look is None and self.reducer.end(self.writes.unconfirmed)
         self.sharded_grads.place_used()
         self.sharded_grads.backwards += self.look is None
-        self._close()
-        # After ``_close``: ``confirm`` may raise on all ranks, and no pass may be open then.
-        if written:
-            for unit in self.units:
-                if not unit.reshards:
+        try:
+            if written:
+                for unit in self.units:
                     unit.unshard_wait()  # a copy whose param sync is under way would look like a different write
-            self.writes.confirm()
+                self.writes.confirm()
+        finally:
+            self._close()
         if self._scope is not None:
             self.begin(self._scope.key, evaluation=self._scope.evaluation)
             self._open.unused = True

@@ -32,6 +32,8 @@ _PASSIVE = frozenset(_SIZES | _KINDS | _HOOKS)
 _LIKE_OTHER = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to"})  # x.view_as(p): only p's metadata
 _ATTRIBUTES_OF_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})  # all others are metadata
 
+_GATHER = "Do this inside `with lightning_zero.gather(module):`, on all ranks."
+
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # torch's own `param.grad`. For an absent parameter call them inside `outside_autograd` only.
@@ -125,10 +127,12 @@ class _Absent:
     ) -> object:
         # Torch functions are disabled inside `run`, or the operation would call this method again for ever.
         def run() -> object:
+            if not passive and [*_absent_in(_targets(func, args, kwargs))]:
+                raise RuntimeError(f"{_name_of(func)!r} would write to a placeholder of a sharded parameter. {_GATHER}")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
-        if _is_passive(func, args, kwargs):
+        if passive := _is_passive(func, args, kwargs):
             return run()
         by_owner: dict[Owner, list[nn.Parameter]] = {}
         for param in _absent_in((args, kwargs or {})):
@@ -228,6 +232,14 @@ def _is_passive(func: Any, args: Sequence[object], kwargs: Mapping[str, object] 
 def _name_of(func: Any) -> str:
     name = getattr(func, "__name__", str(func))
     return str(func.__self__.__name__) if name == "__get__" else name
+
+
+def _targets(func: Any, args: Sequence[object], kwargs: Mapping[str, object] | None) -> Sequence[object]:
+    """Return the arguments that ``func``, which needs values, writes to in place."""
+    name = _name_of(func)
+    operator = name == "__setitem__" or (name.startswith("__i") and len(args) > 1)  # x[0] = 1, x += 1
+    in_place = operator or (name.endswith("_") and not name.endswith("__"))
+    return (*args[: int(in_place)], (kwargs or {}).get("out"))
 
 
 def _absent_in(value: object) -> Iterator[nn.Parameter]:

@@ -145,8 +145,9 @@ class Unit:
             if self.state is State.GATHERED:
                 self.reshard()
 
-    def reshard(self) -> None:
-        """Free the gathered values, if the unit reshards. Views that autograd saved are valid after the next gather."""
+    def reshard(self, *, free: bool = True) -> None:
+        """Show placeholders, if the unit reshards, and free the gathered values, or leave that to :meth:`free`. Views
+        that autograd saved are valid after the next gather."""
         if not self.reshards:
             return
         for bucket in self.resharded:
@@ -158,6 +159,12 @@ class Unit:
         # Placeholders first: to read a parameter on a storage of size 0 could crash the process.
         for bucket in self.resharded:
             bucket.show(gathered=False)
+        if free:
+            self.free()
+
+    def free(self) -> None:
+        """Free the memory of gathered values, of which the parameters show placeholders already."""
+        for bucket in self.resharded:
             bucket.full.release()
         self.resharded[0].comm.streams.give_back()
 
