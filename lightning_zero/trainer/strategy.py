@@ -363,6 +363,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if engine is not None:
             same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos}
             if not same_params or engine.config != wanted or engine.comm.device != self.root_device:
+                self._reset_optimizers_and_schedulers()  # state is kept of those only that code of the user's holds
                 engine.release()
                 engine = None
         if engine is None:
@@ -391,13 +392,14 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         return model
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        for sharded in self.engine.optimizers:
-            sharded.release()
-        self.engine.optimizers.clear()
-        super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            if not isinstance(optimizer, NoOptimizer):  # a NoOptimizer: configure_optimizers returned None
-                self.engine.add_optimizer(optimizer)
+        configure = super().setup_optimizers
+
+        def make() -> list[Optimizer]:
+            configure(trainer)
+            # configure_optimizers() may have returned None
+            return [optimizer for optimizer in self.optimizers if not isinstance(optimizer, NoOptimizer)]
+
+        self.engine.renew_optimizers(make)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
