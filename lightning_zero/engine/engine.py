@@ -146,6 +146,7 @@ class Engine:
             config=config,
             precision=precision,
         )
+        self.passes.steppers = self.optimizers
         self._around_step = AroundStep(self.units, self.passes)
         self._access = Access(self.units, self.passes)
         self.forwards = build.replace_forwards(module, self.units, self.passes, self.config)
@@ -237,7 +238,8 @@ class Engine:
             passes.writes.confirm_if_any()
         passes.hooks.remove()
         self.forwards.compiled.undo()
-        released, self.optimizers = [(s, weakref.ref(s.pause())) for s in self.optimizers], []
+        released = [(stepper, weakref.ref(stepper.pause())) for stepper in self.optimizers]
+        self.optimizers.clear()
         self._release_optimizers(released, self.comm.device)
         for bucket in self.buckets:
             full = bucket.full_master()
@@ -331,7 +333,7 @@ class Engine:
         does not, but that code of the user's still holds, gets its state back, as whole tensors on the host.
         """
         self.passes.wait_for_all()
-        before, self.optimizers = self.optimizers, []
+        before, self.optimizers[:] = [*self.optimizers], []
         paused = [(stepper, weakref.ref(stepper.pause())) for stepper in before]
         try:
             listed = make()
@@ -339,7 +341,7 @@ class Engine:
             for stepper, user in paused:
                 if (optimizer := user()) is not None:
                     stepper.resume(optimizer)
-            self.optimizers = before
+            self.optimizers[:] = before
             raise
         wanted = {id(optimizer): optimizer for optimizer in listed}
         # With a state of its own by now, an optimizer has loaded one.

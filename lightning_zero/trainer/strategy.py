@@ -436,8 +436,14 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if self._interruptions is not None:
             self._interruptions.at_boundary(last=True)
 
+    @property
+    def _sends_buffers(self) -> bool:
+        """Return whether all ranks compute with rank 0's buffers: as under DDP, not in manual optimization."""
+        return self.lightning_module is None or self.lightning_module.automatic_optimization
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.passes.buffers.sync()  # as under DDP, all ranks compute with rank 0's buffers
+        if self._sends_buffers:
+            self.engine.passes.buffers.sync()
         self._sequences.check("training_step", super().training_step, args, kwargs)
         with (
             self.engine.step_scope("training_step"),
@@ -494,7 +500,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         starts = self._evaluation_starts
         if starts:  # only once: evaluation changes no buffers, and ranks may have different numbers of batches
             self._evaluation_starts = False
-            self.engine.passes.buffers.sync(evaluates=True)
+            if self._sends_buffers:
+                self.engine.passes.buffers.sync(evaluates=True)
         self._sequences.check(key, step, args, kwargs, together=starts)
         engine = self.engine
         with engine.step_scope(key, evaluation=True), engine.forwards.vertical.step((args, kwargs), evaluation=True):

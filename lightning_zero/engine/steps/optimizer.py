@@ -109,6 +109,17 @@ class Stepper(ABC):
         known, place_of = self._around.places, self._around.place_of
         return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
+    def settings(self) -> list[dict[str, object]]:
+        """Return the plain numbers in the param groups, which must be the same on all ranks."""
+        return [
+            {
+                key: value
+                for key, value in group.items()
+                if all(isinstance(v, int | float) for v in (value if isinstance(value, tuple) else [value]))
+            }
+            for group in self.optimizer.param_groups
+        ]
+
     def buckets(self) -> list[Bucket]:
         return list(self.groups())
 
