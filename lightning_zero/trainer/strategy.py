@@ -314,12 +314,19 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         loops.adapt_run(trainer)  # again, for callbacks that setup hooks have added
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if (engine := engine_of(self.model)) is not None:
+        was_sharded = (engine := engine_of(self.model)) is not None
+        if engine is not None:
+            reshaped = whole_params.take_reshaped(engine)
             whole_params.shard_again(engine, keep=not fitting)  # a fit changes all values
+            if any(engine.comm.meet(bool(reshaped), "whether parameters have other shapes than before")):
+                self._reset_optimizers_and_schedulers()
+                engine.release()
+                for param, values in reshaped.items():
+                    param.data = values
         if self.lightning_module is not None:
             split_module(self.lightning_module, self.config, self.root_device)  # first, as its parts are planned
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
-        self._has_values = engine_of(self.model) is not None  # from an earlier run, whatever its settings
+        self._has_values = was_sharded  # from an earlier run, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
