@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -182,3 +183,14 @@ def together(
                 else ConfigError(f"{text} (So says rank {rank}.)")
             )
     return result
+
+
+def digest_of(value: object) -> list[int]:
+    """Return bytes of whose maxima over ranks :func:`is_same` tells whether ``value`` has one ``repr`` on all ranks."""
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return [*digest, *(255 - byte for byte in digest)]
+
+
+def is_same(maxima: Sequence[int]) -> bool:
+    half = len(maxima) // 2
+    return all(high + other == 255 for high, other in zip(maxima[:half], maxima[half:], strict=True))

@@ -42,7 +42,8 @@ def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:
     if isinstance(target, nn.Parameter):
         params = [target]
     elif isinstance(target, nn.Module):
-        params = list(target.parameters())
+        # A frozen part that was added later (a teacher, copied inside gather) is whole on every rank.
+        params = [p for p in target.parameters() if p.requires_grad or any(e.units.owns(p) for e in engines())]
     else:
         params = list(target)
     found = {id(e): e for p in params for e in engines() if e.units.owns(p)}

@@ -22,6 +22,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -145,6 +146,7 @@ class Engine:
             config=config,
             precision=precision,
         )
+        self.passes.steppers = self.optimizers
         self._around_step = AroundStep(self.units, self.passes)
         self._access = Access(self.units, self.passes)
         self.forwards = build.replace_forwards(module, self.units, self.passes, self.config)
@@ -236,6 +238,9 @@ class Engine:
             passes.writes.confirm_if_any()
         passes.hooks.remove()
         self.forwards.compiled.undo()
+        released = [(stepper, weakref.ref(stepper.pause())) for stepper in self.optimizers]
+        self.optimizers.clear()
+        self._release_optimizers(released, self.comm.device)
         for bucket in self.buckets:
             full = bucket.full_master()
             bucket.show_plain(bucket.part_of(full, info) for info in bucket.params)
@@ -244,8 +249,6 @@ class Engine:
                 info.param.data = info.param.data.to(info.dtype, copy=True)
                 info.param.grad = None
         disown(info.param for unit in self.units for info in unit.infos)
-        for optimizer in self.optimizers:
-            optimizer.release()
         passes.after_step.close()
         self.tiers.close()
         self.comm.close()
@@ -309,6 +312,8 @@ class Engine:
         if a tier lacks memory for the optimizer state.
         """
 
+        self.passes.wait_for_all()  # steps under way use the storages that get this optimizer's state
+
         def make() -> Stepper:
             if any(known.optimizer is optimizer for known in self.optimizers):
                 kind = type(optimizer).__name__
@@ -319,3 +324,53 @@ class Engine:
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)
         self.optimizers.append(sharded)
         return sharded
+
+    @outside_autograd
+    def renew_optimizers(self, make: Callable[[], Sequence[Optimizer]]) -> None:
+        """Step the optimizers that ``make()`` returns, and no others from now on. Collective.
+
+        State belongs to the optimizer objects. One that ``make()`` returns again goes on with its state. One that it
+        does not, but that code of the user's still holds, gets its state back, as whole tensors on the host.
+        """
+        self.passes.wait_for_all()
+        before, self.optimizers[:] = [*self.optimizers], []
+        paused = [(stepper, weakref.ref(stepper.pause())) for stepper in before]
+        try:
+            listed = make()
+        except BaseException:
+            for stepper, user in paused:
+                if (optimizer := user()) is not None:
+                    stepper.resume(optimizer)
+            self.optimizers[:] = before
+            raise
+        wanted = {id(optimizer): optimizer for optimizer in listed}
+        # With a state of its own by now, an optimizer has loaded one.
+        own = [id(user()) in wanted and not wanted[id(user())].state for _, user in paused]
+        goes_on = [all(row) for row in zip(*self.comm.meet(own, "which optimizers come back"), strict=True)]
+        self._release_optimizers([pair for pair, goes in zip(paused, goes_on, strict=True) if not goes], "cpu")
+        known = {id(user()): stepper for (stepper, user), goes in zip(paused, goes_on, strict=True) if goes}
+        for optimizer in listed:
+            if id(optimizer) not in known:
+                self.add_optimizer(optimizer)
+                continue
+            self.optimizers.append(known.pop(id(optimizer)))
+            self.optimizers[-1].resume(optimizer)
+            self.comm.together("adding an optimizer", self.optimizers[-1].places)
+
+    def _release_optimizers(
+        self, paused: Sequence[tuple[Stepper, weakref.ref[Optimizer]]], device: torch.device | str
+    ) -> None:
+        """Give the state of ``paused`` optimizers back to them, as whole tensors on ``device``; drop it where nobody
+        holds the optimizer any more. Collective."""
+        if not paused:
+            return
+        gc.collect()  # optimizers lie in cycles
+        held = [user() is not None for _, user in paused]
+        is_held = [any(row) for row in zip(*self.comm.meet(held, "which optimizers are left"), strict=True)]
+        for (stepper, user), gives in zip(paused, is_held, strict=True):
+            states = state_dicts.whole_states(self, stepper, device=device) if gives else {}
+            stepper.release()
+            optimizer = user()
+            if optimizer is not None and not optimizer.state:
+                for (number, slot), state in states.items():
+                    optimizer.state[self.buckets[number].params[slot].param] = state

@@ -64,7 +64,7 @@ class Owned:
     """All tensors that one optimizer steps whole, on any rank, and the state of those that this rank steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self.tensors: dict[Key, WholeTensor] = {}
         self._flat_states: dict[Bucket, dict[WholeTensor, FlatStates]] = {}  # only of state that is off the device
         self._stepped: set[Key] = set()
@@ -89,7 +89,7 @@ class Owned:
     def _make_full_param(self, tensor: WholeTensor) -> None:
         if not tensor.is_here:
             if tensor.full_param is not None:
-                self._optimizer.state.pop(tensor.full_param, None)
+                self.optimizer.state.pop(tensor.full_param, None)
                 tensor.full_param = None
         elif tensor.full_param is None:
             param = tensor.info.param
@@ -123,7 +123,7 @@ class Owned:
         state = self.state(tensor)
         if state and values.device.type != "cpu" and tensor.bucket.plan.storage_tier is not Tier.device:
             self._at_rest[tensor] = dict(leaves_of(state))
-            self._optimizer.state[tensor.key] = map_leaves(state, lambda _, leaf: leaf.to(values.device))
+            self.optimizer.state[tensor.key] = map_leaves(state, lambda _, leaf: leaf.to(values.device))
 
     def hide(self, tensor: WholeTensor) -> None:
         tensor.key.data = _nothing(tensor)
@@ -132,7 +132,7 @@ class Owned:
     # -- state at rest --------------------------------------------------------------------------------------------
 
     def state(self, tensor: WholeTensor) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer.state.get(tensor.key, {})
+        found: dict[str, Any] = self.optimizer.state.get(tensor.key, {})
         return found
 
     def move_to_tier(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
@@ -150,7 +150,7 @@ class Owned:
             state, at_rest = self.state(tensor), self._at_rest.pop(tensor, {})
             if any(not _is_alone(leaf) for _, leaf in leaves_of(state)):
                 state = map_leaves(state, partial(_alone, at_rest))
-                self._optimizer.state[tensor.key] = state
+                self.optimizer.state[tensor.key] = state
             now[tensor] = {}
             for _, leaf in leaves_of(state):
                 known = known_of.get(id(leaf))
@@ -191,7 +191,7 @@ class Owned:
     def clear(self) -> None:
         for bucket in self.buckets():
             for tensor in self.here(bucket):
-                self._optimizer.state.pop(tensor.key, None)
+                self.optimizer.state.pop(tensor.key, None)
             with opened(bucket.storage):
                 self.move_to_tier(bucket)
         self.tensors, self._stepped, self._flat_states = {}, set(), {}
@@ -204,9 +204,9 @@ class Owned:
                     self._stepped.add(key)
             for tensor in self.here(bucket):
                 state = states.get((bucket, tensor.info.slot))
-                self._optimizer.state.pop(tensor.key, None)
+                self.optimizer.state.pop(tensor.key, None)
                 if state:
-                    self._optimizer.state[tensor.key] = _taken(state, tensor, master.device, dtype_of)
+                    self.optimizer.state[tensor.key] = _taken(state, tensor, master.device, dtype_of)
             self.move_to_tier(bucket)
 
     # -- another plan of the bucket ---------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class Owned:
         for info in bucket.params:
             if (tensor := self.tensors.get((bucket, info.slot))) is not None:
                 if tensor.full_param is not None:
-                    self._optimizer.state.pop(tensor.full_param, None)
+                    self.optimizer.state.pop(tensor.full_param, None)
                 self._make_full_param(tensor)
 
 

@@ -89,9 +89,11 @@ class WholeOptimizer(Stepper):
         self._patch()
         self.load_param_states(self._pop_states())
 
-    def release(self) -> None:
+    def _follow(self, optimizer: Optimizer) -> None:
+        self.owned.optimizer = optimizer
+
+    def _drop_state(self) -> None:
         self.owned.clear()
-        super().release()
 
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
         for bucket, groups in self.groups().items():

@@ -315,12 +315,19 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         loops.adapt_run(trainer)  # again, for callbacks that setup hooks have added
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if (engine := engine_of(self.model)) is not None:
+        was_sharded = (engine := engine_of(self.model)) is not None
+        if engine is not None:
+            reshaped = whole_params.take_reshaped(engine)
             whole_params.shard_again(engine, keep=not fitting)  # a fit changes all values
+            if any(engine.comm.meet(bool(reshaped), "whether parameters have other shapes than before")):
+                self._reset_optimizers_and_schedulers()
+                engine.release()
+                for param, values in reshaped.items():
+                    param.data = values
         if self.lightning_module is not None:
             split_module(self.lightning_module, self.config, self.root_device)  # first, as its parts are planned
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
-        self._has_values = engine_of(self.model) is not None  # from an earlier run, whatever its settings
+        self._has_values = was_sharded  # from an earlier run, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
@@ -364,6 +371,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if engine is not None:
             same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos}
             if not same_params or engine.config != wanted or engine.comm.device != self.root_device:
+                self._reset_optimizers_and_schedulers()  # state is kept of those only that code of the user's holds
                 engine.release()
                 engine = None
         if engine is None:
@@ -392,13 +400,14 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         return model
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        for sharded in self.engine.optimizers:
-            sharded.release()
-        self.engine.optimizers.clear()
-        super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            if not isinstance(optimizer, NoOptimizer):  # a NoOptimizer: configure_optimizers returned None
-                self.engine.add_optimizer(optimizer)
+        configure = super().setup_optimizers
+
+        def make() -> list[Optimizer]:
+            configure(trainer)
+            # configure_optimizers() may have returned None
+            return [optimizer for optimizer in self.optimizers if not isinstance(optimizer, NoOptimizer)]
+
+        self.engine.renew_optimizers(make)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -435,8 +444,14 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if self._interruptions is not None:
             self._interruptions.at_boundary(last=True)
 
+    @property
+    def _sends_buffers(self) -> bool:
+        """Return whether all ranks compute with rank 0's buffers: as under DDP, not in manual optimization."""
+        return self.lightning_module is None or self.lightning_module.automatic_optimization
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.passes.buffers.sync()  # as under DDP, all ranks compute with rank 0's buffers
+        if self._sends_buffers:
+            self.engine.passes.buffers.sync()
         self._sequences.check("training_step", super().training_step, args, kwargs)
         with (
             self.engine.step_scope("training_step"),
@@ -493,7 +508,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         starts = self._evaluation_starts
         if starts:  # only once: evaluation changes no buffers, and ranks may have different numbers of batches
             self._evaluation_starts = False
-            self.engine.passes.buffers.sync(evaluates=True)
+            if self._sends_buffers:
+                self.engine.passes.buffers.sync(evaluates=True)
         self._sequences.check(key, step, args, kwargs, together=starts)
         engine = self.engine
         with engine.step_scope(key, evaluation=True), engine.forwards.vertical.step((args, kwargs), evaluation=True):

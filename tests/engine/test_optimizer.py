@@ -28,7 +28,7 @@ from tests.engine.sides import MakeOptimizer, Sharded, Side, adamw, load_state, 
 from tests.engine.support import IN_STAGES, OUTER_STAGES, PRECISIONS, STAGES, assert_equal, assert_same, check
 from tests.engine.test_mixed_dtypes import STOCHASTIC
 from tests.engine.test_offload import offload, slow_steps
-from tests.engine.works import floats, language_work, loss_at, mean_square, scope, tokens, train
+from tests.engine.works import floats, language_work, loss_at, mean_square, scope, tokens, train, train_both
 from tests.harness import on_ranks
 from tests.models import WIDTH, Does, Model, linear
 from tests.rows import PLACES as OFFLOADED
@@ -472,6 +472,38 @@ def test_state_that_a_user_clears_starts_anew(
 
     with slow_steps(0.002):
         check(Model, work, stage=stage, optimizer=optimizer, steps=4, tolerance=1e-6, **offload(row, tmp_path))
+
+
+@on_ranks(2)
+@PLACES
+@pytest.mark.parametrize("sharding", ["auto", "tensors"])
+def test_an_optimizer_that_comes_back_goes_on_with_its_state(
+    sharding: str, stage: int, row: str, tmp_path: Path
+) -> None:
+    """At once, while its steps are under way; after another one has stepped; and at another stage."""
+    settings: dict[str, Any] = {"optimizer": adamw, "optimizer_settings": {"sharding": sharding}}
+    with with_twin(stage=stage, **settings, **offload(row, tmp_path)) as (sharded, twin):
+        engine, first = sharded.engine, sharded.optimizer
+        train_both((sharded, twin), range(2))
+        engine.renew_optimizers(lambda: [first])
+        other = sgd(sharded.module.parameters())
+        with slow_steps(0.05):
+            train_both((twin, sharded), range(2, 4))
+            engine.renew_optimizers(lambda: [other])
+        assert_same(sharded, twin, tolerance=1e-6)
+        with pytest.raises(KeyError):
+            engine.renew_optimizers(lambda: {}[0])
+        other.zero_grad()
+        engine.renew_optimizers(lambda: [first])
+        train_both((sharded, twin), range(4, 6))
+        engine.release()
+        for param, (_, expected) in zip(sharded.module.parameters(), twin.optimizer.state.items(), strict=True):
+            flat = first.state[param]["exp_avg"].flatten()
+            torch.testing.assert_close(flat, expected["exp_avg"].flatten()[: flat.numel()])
+        sharded.engine = lightning_zero.shard(sharded.module, stage=3 - stage, device="cpu")
+        sharded.engine.add_optimizer(first)
+        train_both((sharded, twin), range(6, 8))
+        assert_same(sharded, twin, tolerance=1e-6)
 
 
 @on_ranks(2)

@@ -29,7 +29,7 @@ from lightning_zero.settings import ConfigError
 from tests.engine.sides import Sharded, Side, sgd, step_and_clear, with_twin
 from tests.engine.support import assert_same, check, places_posted_often
 from tests.engine.test_offload import late_steps
-from tests.engine.works import accumulate, floats, language_work, loss_at, mean_square, tokens, train_both
+from tests.engine.works import accumulate, floats, language_work, loss_at, mean_square, tokens, train, train_both
 from tests.harness import on_ranks
 from tests.models import WIDTH, Chain, Does, Model, linear
 
@@ -464,3 +464,50 @@ def test_random_delays_change_nothing(stage: int, precision: str) -> None:
 
     config: dict[str, Any] = {"prefetch_bytes": 15_000, "reduce_bucket_bytes": 3000}
     check(lambda: Model(depth=4), work, stage=stage, precision=precision, plain=True, steps=4, **config)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_buffers_that_some_ranks_alone_have_are_left_to_them(owner: int) -> None:
+    """Ranks join the messages of buffers whatever they have themselves; others are rank 0's as before."""
+    rank = dist.get_rank()
+    module = Model()
+    module.register_buffer("bank", torch.full((3 if rank == owner else 0, 2), float(rank)))
+    with Sharded(module, stage=1, stall_timeout_s=10) as side:
+        for step in range(2):
+            side.engine.passes.buffers.sync()
+            train(side, [step])
+            module.bank += 1.0
+        module.register_buffer("late", torch.full((2,), float(rank)))
+        side.engine.passes.buffers.sync()
+        assert module.late.tolist() == [0.0, 0.0]
+        assert module.bank.flatten().tolist() == [rank + 2.0] * (6 if rank == owner else 0)
+
+
+@on_ranks(2)
+def test_a_buffer_that_is_written_unseen_from_some_step_on_is_rank_0s_in_the_next() -> None:
+    module = Model()
+    module.register_buffer("center", torch.zeros(3))
+    with Sharded(module, stage=1) as side:
+        for step in range(7):
+            side.engine.passes.buffers.sync()
+            assert module.center.tolist() == [float(max(0, step - 5))] * 3
+            if step >= 5:
+                module.center.data.add_(1.0 + dist.get_rank())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("key", ["lr", "betas"])
+def test_param_groups_that_differ_between_ranks_are_refused(key: str) -> None:
+    with Sharded(Model(), stage=3) as side:
+        train(side, [0])
+        group = side.optimizer.param_groups[0]
+        group["initial_lr"], before = torch.tensor(0.1 * dist.get_rank()), group[key]
+        if dist.get_rank() == 1:
+            group[key] = 0.002 if key == "lr" else (0.5, 0.6)
+        with pytest.raises(ConfigError, match=rf"param group 0 of optimizer 0: expected one {key}.* rank 1.*sync_dist"):
+            language_work(side, 1)
+        group[key] = before
+        assert side.engine.passes.under_way() is None
+        side.zero_grad()
+        train(side, [2])

@@ -111,6 +111,20 @@ def test_arguments_of_a_nested_gather_are_refused(stage: int, argument: dict[str
 
 
 @on_ranks(2)
+@STAGES
+def test_a_frozen_part_that_came_later_is_left_as_it_is(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        with lightning_zero.gather(side.module):
+            side.module.teacher = copy.deepcopy(side.module.head).requires_grad_(False)
+            expected = side.module.head.weight.clone()
+        language_work(side, 0)
+        assert lightning_zero.grad_norm(side.module) > 0
+        with lightning_zero.gather(side.module):
+            assert torch.equal(side.module.teacher.weight, expected)
+        side.step()
+
+
+@on_ranks(2)
 def test_an_exception_inside_gather_drops_what_was_written() -> None:
     with Sharded(Model()) as side:
         with pytest.raises(ZeroDivisionError), lightning_zero.gather(side.module.head):

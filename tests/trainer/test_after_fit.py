@@ -92,6 +92,22 @@ def test_next_fit_starts_from_what_was_written(row: str, tmp_path: Path) -> None
 
 @pytest.mark.sample
 @on_ranks(2)
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_parameters_of_another_shape_are_taken_over_by_the_next_fit(row: str, tmp_path: Path) -> None:
+    """As transformers' ``resize_token_embeddings`` gives them: by ``.data``, with first values of each rank's own."""
+
+    def body(strategy: Any) -> Any:
+        run = fit(strategy, tmp_path, seeded(Lit), max_epochs=1)
+        for layer, shape in ((run.module.head, (2, 8)), (run.module.first, (8, 4))):
+            layer.weight.data = torch.full(shape, 0.1 + (layer is run.module.head) * dist.get_rank())
+        run.module.head.bias.data = torch.zeros(2)
+        return fit(strategy, tmp_path, run.module, max_epochs=1)
+
+    toys.assert_same(body(row), body("ddp"))
+
+
+@pytest.mark.sample
+@on_ranks(2)
 def test_values_that_differ_between_ranks_are_refused_on_all(tmp_path: Path) -> None:
     """So is a step of the run's optimizer, which no longer has the module."""
     run = fit("zero3", tmp_path, seeded(Lit), max_epochs=1)

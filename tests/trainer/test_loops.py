@@ -154,6 +154,16 @@ def test_buffers_that_training_reads_are_rank_0s_as_under_ddp(tmp_path: Path) ->
         assert_same(body(stage), expected, what=f"{stage} {hidden}")
 
 
+@on_ranks(2)
+def test_manual_optimization_leaves_its_buffers_to_each_rank_as_under_ddp(tmp_path: Path) -> None:
+    def body(strategy: str) -> Any:
+        module = seeded(toys.ByHand)
+        module.first = nn.Sequential(module.first, nn.BatchNorm1d(8))
+        return fit(strategy, tmp_path, module)
+
+    assert_same(body("zero3"), body("ddp"))
+
+
 # -- averages of weights, and pruning: what Lightning's table does not show of them -----------------------------------
 
 

@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from lightning_zero.comm.agreements import digest_of, is_same
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.engine.passes.saved_weights import hooks_allowed
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.build import kinds_of
 from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, give_own_memory, own, values_changed
 from lightning_zero.engine.units.unit import Unit, Units
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
 
 CHUNK = 1 << 20  # elements per step of a checksum
+SMALL_NBYTES = 1 << 22  # of buffers that are compared in every step
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Key = tuple[int, int]  # bucket, slot
@@ -262,21 +265,25 @@ class Writes:
 class BufferSync:
     """Detect changes of a module's buffers on any rank, and send rank 0's buffers after a change.
 
-    A write through ``.data`` raises no version. So checksums are compared too: before training steps 1, 2, 4, 8, ...,
-    and before evaluations. Once they have differed, buffers are sent every time.
+    A write through ``.data`` raises no version. So checksums are compared too: of buffers of a few MB before every
+    step, of larger ones before training steps 1, 2, 4, 8, ..., and before evaluations. Once they have differed, buffers
+    are sent every time. A buffer whose shape differs between ranks stays each rank's own.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
         self._module, self._comm = ref(module), comm
         self._seen = self._now(module)
         self._steps = 0
-        self._sums: list[tuple[Tensor, int, int]] = []  # buffers, versions and checksums when they were last compared
+        self._sums: dict[int, tuple[Tensor, int, int]] = {}  # buffers, versions and checksums when last compared, by id
         self._always = False  # this rank has seen values change whose versions did not
+        # Whether any rank has buffers. Never this rank's alone: the others would wait for it, or it for them.
+        self.are_there = bool(comm.max_(torch.tensor([bool(self._seen)], dtype=torch.uint8)).item())
 
     @staticmethod
-    def _now(module: nn.Module) -> list[tuple[Tensor, int]]:
-        """List all buffers with their versions, which a write in place raises. Inference tensors have none: -1."""
-        return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
+    def _now(module: nn.Module) -> list[tuple[str, Tensor, int]]:
+        """List names and buffers with their versions, which a write in place raises. Inference tensors have none: -1.
+        Empty buffers are left out."""
+        return [(n, b, -1 if b.is_inference() else b._version) for n, b in module.named_buffers() if b.numel()]
 
     @outside_autograd
     def sync(self, *, evaluates: bool = False) -> None:
@@ -284,23 +291,42 @@ class BufferSync:
         ``evaluates``: an evaluation follows, and no training step."""
         module = self._module()
         assert module is not None
-        now = self._now(module)
-        if not now or self._comm.world_size == 1:
+        if not self.are_there or self._comm.world_size == 1:
             return
+        now = self._now(module)
         same = len(now) == len(self._seen) and all(
-            b is old and version == before != -1 for (b, version), (old, before) in zip(now, self._seen, strict=True)
+            b is old and version == before != -1
+            for (_, b, version), (_, old, before) in zip(now, self._seen, strict=True)
         )
         self._steps += not evaluates
         looks = evaluates or not self._steps & (self._steps - 1)
-        if looks:
-            self._always |= any(b._version == version and checksum(b) != known for b, version, known in self._sums)
+        looked_at = [
+            (b, version)
+            for _, b, version in now
+            if version != -1 and b.layout is torch.strided and (looks or b.nbytes <= SMALL_NBYTES)
+        ]
+        if not self._always:
+            known = [(b, version) for b, version in looked_at if self._sums.get(id(b), (b, -1, 0))[1] == version]
+            self._always = any(
+                self._sums[id(b)][2] != total for (b, _), total in zip(known, _checksums(known), strict=True)
+            )
+        kinds = kinds_of((name, b) for name, b, _ in now)
         # All ranks agree first, because a rank that broadcast alone would wait for the others for ever.
-        if self._comm.max_(torch.tensor([self._always or not same], dtype=torch.uint8)).item():
-            for dtype in sorted({b.dtype for b, _ in now}, key=str):
-                self._send([b for b, _ in now if b.dtype == dtype])
+        flags = [self._always or not same, *digest_of(kinds)]
+        changed, *maxima = self._comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist()
+        if changed:
+            if not is_same(maxima):
+                table = self._comm.all_gather_objects(kinds, "which buffers ranks have")
+                everywhere = set(table[0]).intersection(*table)
+                now = [entry for entry, kind in zip(now, kinds, strict=True) if kind in everywhere]
+            for dtype in sorted({b.dtype for _, b, _ in now}, key=str):
+                self._send([b for _, b, _ in now if b.dtype == dtype])
         self._seen = self._now(module)
-        if looks:
-            self._sums = [(b, v, checksum(b)) for b, v in self._seen if v != -1 and b.layout is torch.strided]
+        if not self._always:
+            present = {id(b) for _, b, _ in now}
+            self._sums = {key: entry for key, entry in self._sums.items() if key in present}
+            new = [(b, b._version) for b, _ in looked_at if changed or id(b) not in self._sums]
+            self._sums |= {id(b): (b, version, n) for (b, version), n in zip(new, _checksums(new), strict=True)}
 
     def _send(self, buffers: list[Tensor]) -> None:
         flat = torch.cat([b.detach().reshape(-1) for b in buffers])
@@ -310,6 +336,12 @@ class BufferSync:
         else:
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
+
+
+def _checksums(buffers: Sequence[tuple[Tensor, int]]) -> list[int]:
+    """Return the checksum of each buffer, with one wait for the device."""
+    found: list[int] = torch.stack([checksum_on_device(b) for b, _ in buffers]).tolist() if buffers else []
+    return found
 
 
 class Fence:

@@ -154,12 +154,13 @@ class Reducer:
                 self._lagging_here.add(bucket)
         self._pump()
 
-    def end(self, flag: bool = False) -> bool:
-        """Reduce late gradients and await all reductions. Returns whether any rank has set ``flag``. Collective."""
+    def end(self, told: Sequence[int] = ()) -> Sequence[int]:
+        """Reduce late gradients and await all reductions. Returns the maxima over ranks of ``told``, bytes that travel
+        with this message; none if no message was sent. Collective."""
         reduced = [bucket for bucket, grads in self.grads.items() if grads.reduces]
         if not reduced:
-            return False
-        late, flagged = self._agree(reduced, flag)
+            return ()
+        late, maxima = self._agree(reduced, told)
         for bucket in late:
             self._issue(bucket)
         while self._in_flight:
@@ -175,7 +176,7 @@ class Reducer:
         self.unreduced &= not self.synchronize
         if self.synchronize:
             self._waiting.clear()
-        return flagged
+        return maxima
 
     def refuse_unreduced(self, places: Iterable[Place]) -> None:
         """Raise RuntimeError if gradients at any rank's ``places`` are not fully reduced. Collective."""
@@ -201,18 +202,17 @@ class Reducer:
                 "not whole. Clear them (optimizer.zero_grad()), and run all backwards of the step again."
             )
 
-    def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
+    def _agree(self, reduced: Sequence[Bucket], told: Sequence[int]) -> tuple[list[Bucket], Sequence[int]]:
         """Agree which slots of buckets ``reduced`` have gradients. Return the buckets to reduce again (for late
-        gradients), and whether any rank has set ``flag``. Collective."""
+        gradients), and the maxima of ``told``. Collective."""
         # All ranks' vectors need one length and order, so they cover all slots of all synchronized buckets.
         lagging = self._lagging.setdefault(self._key, set())
-        flags: list[bool] = [flag]
+        flags: list[int] = [*told]
         for bucket in reduced:
             flags += [bucket in self._late, bucket in self._lagging_here]
             flags += [slot in self.grads[bucket].used for slot in range(len(bucket.params))]
-        agreed = iter(self.comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist())
-        late = []
-        flagged = bool(next(agreed))
+        maxima = self.comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist()
+        agreed, late = iter(maxima[len(told) :]), []
         for bucket in reduced:
             if next(agreed):
                 late.append(bucket)
@@ -221,7 +221,7 @@ class Reducer:
             grads = self.grads[bucket]
             grads.agreed = {slot for slot in range(len(bucket.params)) if next(agreed)}
             grads.used |= grads.agreed
-        return sorted(late, key=self.order.index), flagged
+        return sorted(late, key=self.order.index), maxima[: len(told)]
 
     def _learn_order(self) -> None:
         """Adopt the order in which buckets became ready on rank 0, the remaining buckets last. Collective."""

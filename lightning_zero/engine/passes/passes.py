@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
 
+from lightning_zero.comm.agreements import digest_of, is_same
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.device import recording
 from lightning_zero.engine.passes.access import BufferSync, Fence, Writes
@@ -33,7 +34,7 @@ from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.unit import State, Unit
-from lightning_zero.settings import Precision, ZeroConfig
+from lightning_zero.settings import ConfigError, Precision, ZeroConfig
 from lightning_zero.timeline.compute_lane import ComputeLane
 from lightning_zero.timeline.record import Timeline
 
@@ -66,6 +67,12 @@ class Scope(NamedTuple):
 
     key: str
     evaluation: bool
+
+
+class Stepper(Protocol):
+    """Steps an optimizer; in ``steps/``, above this folder."""
+
+    def settings(self) -> list[dict[str, object]]: ...
 
 
 @dataclass(slots=True)
@@ -125,6 +132,7 @@ class Passes:
         self.calls_meet = False
         self.sums: GradSums | None = None  # takes the gradients that arrive inside :meth:`adding_up`
         self.look: Look | None = None  # gets each gradient inside :meth:`looking`
+        self.steppers: Sequence[Stepper] = ()
         self.on_grad: Callable[[ParamInfo, Tensor], None] | None = None  # sees each gradient of this rank
 
     @property
@@ -290,6 +298,22 @@ class Passes:
         if self.key is not None and not self._open.unused:
             return "between a forward and its backward"
         return None
+
+    def _refuse_settings(self) -> None:
+        """Raise ConfigError: param groups differ between ranks. Collective."""
+        table = self.comm.all_gather_objects([s.settings() for s in self.steppers], "settings of param groups")
+        for rank, found in enumerate(table):
+            for number, (first, other) in enumerate(zip(table[0], found, strict=False)):
+                for group, (mine, others) in enumerate(zip(first, other, strict=False)):
+                    if differ := [key for key in mine if others.get(key) != mine[key]]:
+                        key = differ[0]
+                        raise ConfigError(
+                            f"param group {group} of optimizer {number}: expected one {key} on all ranks, got "
+                            f"{mine[key]} on rank 0 and {others.get(key)} on rank {rank}: each would step its shards "
+                            "with its own. If a scheduler (ReduceLROnPlateau) has set it by a logged value, log that "
+                            "with sync_dist=True; else choose it without looking at the rank or at the rank's data."
+                        )
+        raise ConfigError("optimizers: expected the same param groups on all ranks, got more or fewer on some.")
 
     def plans_changed(self, config: ZeroConfig) -> None:
         """Forget the recorded orders of gathers and reductions, after buckets got new placements by ``config``."""
@@ -547,7 +571,11 @@ class Passes:
         self.order.end()
         # Before ``reducer.end`` too, whose message says whether this rank has written to parameters.
         self.writes.take_all_over()
-        written = self.look is None and self.reducer.end(self.writes.unconfirmed)
+        # What ranks must agree on rides on the message of ``reducer.end``.
+        settings = digest_of([stepper.settings() for stepper in self.steppers])
+        told = [self.writes.unconfirmed, self.buffers.are_there, *settings]
+        written, buffers, *settings = (() if self.look is not None else self.reducer.end(told)) or (0, 0)
+        self.buffers.are_there |= bool(buffers)
         self.sharded_grads.place_used()
         self.sharded_grads.backwards += self.look is None
         try:
@@ -557,6 +585,8 @@ class Passes:
                 self.writes.confirm()
         finally:
             self._close()
+        if not is_same(settings):  # after ``_close``: it raises on all ranks, and no pass may be open then
+            self._refuse_settings()
         if self._scope is not None:
             self.begin(self._scope.key, evaluation=self._scope.evaluation)
             self._open.unused = True

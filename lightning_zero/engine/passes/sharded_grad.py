@@ -2,10 +2,11 @@
 
 ::
 
-    zero_, and mul_, div_, clamp_ by numbers   change this rank's fragment at once
-    norm, linalg.vector_norm                   partial norms, one message for all gradients: grad_norms.py
-    any other read                             gathers the values; collective
-    any other write                            refused
+    zero_, nan_to_num_, and
+    mul_, div_, clamp_ by numbers   change this rank's fragment at once
+    norm, linalg.vector_norm        partial norms, one message for all gradients: grad_norms.py
+    any other read                  gathers the values; collective
+    any other write                 refused
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _IN_PLACE = {  # operation: name of the tensor method
     _aten.clamp_.default: "clamp_",
     _aten.clamp_min_.default: "clamp_min_",
     _aten.clamp_max_.default: "clamp_max_",
+    _aten.nan_to_num_.default: "nan_to_num_",
     _aten._foreach_zero_.default: "zero_",
     _aten._foreach_mul_.Tensor: "mul_",
     _aten._foreach_mul_.Scalar: "mul_",
@@ -126,6 +128,8 @@ class ShardedGrad(Tensor):
         cls, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
+        if func is _aten.nan_to_num.out and kwargs["out"] is args[0]:
+            func = _aten.nan_to_num_.default
         is_number = (not isinstance(arg, Tensor) or (type(arg) is Tensor and not arg.dim()) for arg in args[1:])
         if func in _IN_PLACE and all(is_number):
             many = isinstance(args[0], (list, tuple))

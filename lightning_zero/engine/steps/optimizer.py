@@ -62,18 +62,63 @@ class Stepper(ABC):
 
     # -- the user's object ----------------------------------------------------------------------------------------
 
-    def release(self) -> None:
-        """Give the optimizer its own `step` back, and drop its state."""
+    def pause(self) -> Optimizer:
+        """Wait for the steps under way, and give the optimizer its own `step` back. Its state stays with the stepper,
+        until :meth:`resume` or :meth:`release`. Return the optimizer, which the stepper then refers to no more."""
+        self._around.after_step.wait_for_steps()
+        user = self.optimizer
         self._stepping.undo()
-        if isinstance(self.optimizer.state, StateBySlice):
-            self.optimizer.state = defaultdict(dict)
-        self.optimizer.state.clear()
+        del self._stepping
+        state, self.optimizer = user.state, shadow_of(user)
+        self.optimizer.param_groups = user.param_groups
+        if isinstance(state, StateBySlice):
+            user.state = defaultdict(dict)
+        else:  # maybe the object is that of an optimizer inside
+            self.optimizer.state = defaultdict(dict, state)
+            state.clear()
+        self._follow(self.optimizer)
+        return user
+
+    def resume(self, optimizer: Optimizer) -> None:
+        """Step `optimizer` again, which :meth:`pause` has returned, from the state that it had."""
+        if isinstance(state := self.optimizer.state, StateBySlice):
+            optimizer.state = state
+        else:
+            optimizer.state.update(state)
+        self.optimizer = optimizer
+        self._follow(optimizer)
+        self._patch()
+
+    def release(self) -> None:
+        """Give the optimizer its own `step` back, and drop its state, once the steps under way have ended."""
+        if "_stepping" in vars(self):
+            self.pause()
+        self._drop_state()
         self._around.pieces.clear()
+
+    @abstractmethod
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Keep state in the `state` of this optimizer from now on."""
+
+    @abstractmethod
+    def _drop_state(self) -> None:
+        """Free the memory of all state, on its tier."""
 
     def places(self) -> list[list[Place]]:
         """Return bucket and `ParamInfo` of each parameter, by param group. Raises ConfigError if one is not sharded."""
         known, place_of = self._around.places, self._around.place_of
         return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def settings(self) -> list[dict[str, object]]:
+        """Return the plain numbers in the param groups, which must be the same on all ranks."""
+        return [
+            {
+                key: value
+                for key, value in group.items()
+                if all(isinstance(v, int | float) for v in (value if isinstance(value, tuple) else [value]))
+            }
+            for group in self.optimizer.param_groups
+        ]
 
     def buckets(self) -> list[Bucket]:
         return list(self.groups())
@@ -253,10 +298,12 @@ class ShardedOptimizer(Stepper):
         if stepped := {key: state for key, state in self._pop_states().items() if steps_in(state)}:
             self.load_param_states(stepped)
 
-    def release(self) -> None:
+    def _follow(self, optimizer: Optimizer) -> None:
+        self.runs.optimizer = optimizer
+
+    def _drop_state(self) -> None:
         for bucket in self.runs.buckets():
             self.runs.drop(bucket)
-        super().release()
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ get rank 0's values at the start and before steps, as under DDP. In between they
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -130,17 +130,25 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
+def kinds_of(buffers: Iterable[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return names, shapes and dtypes of the named ``buffers`` that have elements."""
+    return [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers if buffer.numel()]
+
+
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
-    """Move all buffers to the engine's device with rank 0's values; floats take `dtype`, unless None. Collective."""
+    """Move all buffers to the engine's device with rank 0's values; floats take `dtype`, unless None. Those that are
+    not the same kind on all ranks keep their values. Collective."""
     moved: dict[int, Tensor] = {}
-    for inner in module.modules():
+    table = comm.all_gather_objects(kinds_of(module.named_buffers()), "which buffers ranks have")
+    everywhere = {name for name, *_ in set(table[0]).intersection(*table)}
+    for prefix, inner in module.named_modules():
         for key, buffer in inner._buffers.items():
             if buffer is None:
                 continue
             if id(buffer) not in moved:
                 wanted = dtype if buffer.is_floating_point() else None
                 moved[id(buffer)] = on_device = buffer.to(comm.device, wanted)
-                if buffer.numel():
+                if (f"{prefix}.{key}" if prefix else key) in everywhere:
                     data = on_device.contiguous()
                     comm.broadcast(data)
                     if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):

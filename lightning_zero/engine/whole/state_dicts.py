@@ -186,21 +186,11 @@ def optimizer_state(
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
     wanted, index = not only_rank_0 or engine.comm.rank == 0, engine.optimizers.index(sharded)
-    # A rank that owns nothing of a parameter does not know its state, but must take part in the gathers.
-    known = all_entries(engine, sharded)
     states: dict[tuple[int, int], object] = {}
     if fakes is None:
-        work = engine.comm.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
-        for number, bucket in enumerate(work):
-
-            def keep(info: ParamInfo, part: Tensor) -> Tensor | None:
-                whole = joined(engine.comm, info, part)
-                return whole.to("cpu", copy=True) if wanted else None
-
-            full = full_entries(bucket, sharded, known.get(number, {}), keep)
-            states |= {(number, slot): entry for slot, entry in full.items()}
-    elif wanted:
-        for number, slots in sorted(known.items()):
+        states.update(whole_states(engine, sharded, wanted=wanted))
+    elif known := all_entries(engine, sharded):
+        for number, slots in sorted(known.items()) if wanted else ():
             for slot, entry in slots.items():
                 value = Value(number, slot, index)
                 states[number, slot] = with_leaves(entry, partial(_fake_leaf, fakes, value))
@@ -214,6 +204,25 @@ def optimizer_state(
         "state": state,
         "param_groups": _groups(sharded, lambda place: numbers[bucket_numbers[place.bucket], place.info.slot]),
     }
+
+
+def whole_states(
+    engine: Engine, sharded: Stepper, *, wanted: bool = True, device: torch.device | str = "cpu"
+) -> dict[tuple[int, int], State]:
+    """Gather an optimizer's state on `device`, by bucket and slot. Tensors are None if not `wanted`. Collective."""
+    # A rank that owns nothing of a parameter does not know its state, but must take part in the gathers.
+    known, states = all_entries(engine, sharded), dict[tuple[int, int], State]()
+    for number, bucket in enumerate(
+        engine.comm.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
+    ):
+
+        def keep(info: ParamInfo, part: Tensor) -> Tensor | None:
+            whole = joined(engine.comm, info, part)
+            return whole.to(device, copy=True) if wanted else None
+
+        full = full_entries(bucket, sharded, known.get(number, {}), keep)
+        states |= {(number, slot): entry for slot, entry in full.items()}
+    return states
 
 
 def _fake_leaf(fakes: FakeTensors, value: Value, leaf: Leaf) -> Tensor:

@@ -463,6 +463,19 @@ def _take_over(engine: Engine) -> None:
     copy.equals_masters(engine.buckets)
 
 
+@outside_autograd
+def take_reshaped(engine: Engine) -> dict[nn.Parameter, Tensor]:
+    """Take the parameters of the whole module that users have given ``.data`` of another shape between runs (as
+    ``resize_token_embeddings`` does). Return their new values, for a module that is sharded anew. Sends no message."""
+    copy = engine.host_copy
+    found = {}
+    for _, info, _, value in copy.params if copy is not None and copy.is_shown else ():
+        if info.param.shape != info.shape:
+            found[info.param] = info.param.data
+            info.param.data = value
+    return found
+
+
 def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
     converted = [info for info in written if info.param.dtype != info.dtype]
     if converted and engine.comm.rank == 0:

@@ -96,12 +96,24 @@ def predict_only(bench: Bench) -> Any:
     return bench.trainer().predict(module, bench.loader(), return_predictions=False), module.noted
 
 
+class KeepsOptimizer(Lit):
+    """Its optimizer and momentum go on in the next fit."""
+
+    kept: Any = None
+
+    def configure_optimizers(self) -> Any:
+        self.kept = self.kept or super().configure_optimizers()
+        return self.kept
+
+
 @feature("fit twice, with the same Trainer and with another")
 def fit_twice(bench: Bench) -> Any:
     first = bench.fit(max_epochs=1)
     first.trainer.fit_loop.max_epochs = 2
     first.trainer.fit(first.module, bench.loader(), bench.loader())
-    return first.seen, bench.fit(first.module, max_epochs=1).seen
+    second = bench.fit(first.module, max_epochs=1).seen
+    kept = bench.fit(seeded(KeepsOptimizer), max_epochs=1)
+    return first.seen, second, bench.fit(kept.module, max_epochs=1).seen
 
 
 @feature("trainer.should_stop")
