@@ -276,7 +276,10 @@ class Engine:
     def state_dict(
         self, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
     ) -> State:
-        """Return ``module.state_dict()`` with full values on the host; by default {} on ranks other than 0. Collective.
+        """Return ``module.state_dict()`` with full tensors on the host. Collective.
+
+        By default only rank 0's tensors have values; those of other ranks have a shape and dtype, and a use of their
+        values raises RuntimeError.
 
         If the module overrides ``state_dict``, its override is called. Tied parameters share one tensor. With
         ``trainable_only`` the dict lacks frozen parameters. With ``fakes``, tensors have a shape and dtype, no values.

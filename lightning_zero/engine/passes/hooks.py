@@ -187,6 +187,9 @@ class Hooks:
             module.__dict__[name] = types.MethodType(method, module)
         self._touched.add(module)
 
+    def guards(self, module: nn.Module) -> bool:
+        return module in self._touched
+
     def replace_forward(self, module: nn.Module, forward: Callable[..., object]) -> None:
         before = {name: value for name, value in module.__dict__.items() if name == "forward"}
         self._forwards[module] = forward, self._forwards.get(module, (None, before))[1]
