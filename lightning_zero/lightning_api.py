@@ -1,8 +1,8 @@
 """Import from Lightning everything that the strategies use.
 
 Lightning is published as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``; their classes differ. A
-process uses the variant that was imported before this module. If both or neither was, it uses ``lightning`` if
-installed.
+process uses the variant whose Trainer or Fabric was the first to ask for a preset. If this module is imported before,
+it uses the variant that was imported by then; if both or neither was, ``lightning`` if installed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.utils import get_protocol  # type: ignore[import-untyped]
 
+from lightning_zero.presets import ASKED
 from lightning_zero.settings import ConfigError
 
 _NAMES = ("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")
 _first, _second = (any(name in sys.modules for name in names) for names in _NAMES)
 _takes_second = importlib.util.find_spec("lightning") is None or (_second and not _first)
+if ASKED:
+    _takes_second = ASKED[0] in _NAMES[1]
 
 if TYPE_CHECKING or not _takes_second:
     import lightning.fabric as fabric
@@ -32,8 +35,9 @@ def check_package(name: str) -> None:
     if name not in (pl.__name__, fabric.__name__):
         raise ConfigError(
             f"strategy: expected a Trainer or a Fabric of {pl.__name__} and {fabric.__name__}, with which "
-            f"lightning_zero works in this process, got one of {name}. Import everything from one of the two packages, "
-            "and before lightning_zero."
+            f"lightning_zero works in this process, got one of {name}. Use one of the two packages in a process; "
+            "where something else imports the other, make the Trainer with strategy='zero3' before you import names "
+            "from lightning_zero."
         )
 
 

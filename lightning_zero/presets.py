@@ -26,3 +26,6 @@ PRESETS: dict[str, Preset] = {
 
 # The same in a notebook, where processes are forked.
 PRESETS |= {f"{name}_notebook": preset._replace(start_method="fork") for name, preset in PRESETS.items()}
+
+# The package of Lightning whose Trainer or Fabric was the first to ask for a preset, if any has.
+ASKED: list[str] = []

@@ -56,7 +56,7 @@ from lightning_zero.engine.units.unit import Units
 from lightning_zero.engine.whole import state_dicts, whole_params
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
-from lightning_zero.engine.whole.values import FakeTensors
+from lightning_zero.engine.whole.values import FakeTensors, all_entries
 from lightning_zero.optimizers.state_trees import Saved, State
 from lightning_zero.pretrained import sources_from
 from lightning_zero.pretrained.conversions import forget
@@ -279,7 +279,10 @@ class Engine:
     def state_dict(
         self, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
     ) -> State:
-        """Return ``module.state_dict()`` with full values on the host; by default {} on ranks other than 0. Collective.
+        """Return ``module.state_dict()`` with full tensors on the host. Collective.
+
+        By default only rank 0's tensors have values; those of other ranks have a shape and dtype, and a use of their
+        values raises RuntimeError.
 
         If the module overrides ``state_dict``, its override is called. Tied parameters share one tensor. With
         ``trainable_only`` the dict lacks frozen parameters. With ``fakes``, tensors have a shape and dtype, no values.
@@ -368,7 +371,8 @@ class Engine:
         held = [user() is not None for _, user in paused]
         is_held = [any(row) for row in zip(*self.comm.meet(held, "which optimizers are left"), strict=True)]
         for (stepper, user), gives in zip(paused, is_held, strict=True):
-            states = state_dicts.whole_states(self, stepper, device=device) if gives else {}
+            known = all_entries(self, stepper) if gives else {}
+            states = state_dicts.whole_states(self, stepper, known, device=device) if gives else {}
             stepper.release()
             optimizer = user()
             if optimizer is not None and not optimizer.state:

@@ -37,6 +37,7 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 class Checkpoints(CheckpointFiles):
     if TYPE_CHECKING:  # the strategy's
         engine_of_optimizer: Callable[[Optimizer], Engine]
+        _engines: list[Engine]
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -87,6 +88,7 @@ class Checkpoints(CheckpointFiles):
             )
         else:
             content = _converted(state, filter, lambda _: save.module_state(), save.optimizer_state)
+        self._put_values(self._engines, content, save)
         if save is None or not save.write(content):
             self._together("writing a checkpoint", lambda: self._write(content, path, storage_options))
 
@@ -115,6 +117,7 @@ class Checkpoints(CheckpointFiles):
             lambda module: sharded_state_dict(module.engine, trainable_only=without_frozen),
             lambda optimizer: sharded_optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
         )
+        self._put_values(self._engines, content)
         optimizers = [key for key, entry in state.items() if isinstance(entry, Optimizer)]
         self._write_folder(content, path, options, named=optimizers)
 

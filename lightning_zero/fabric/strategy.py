@@ -182,7 +182,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         return found if len(found) == 1 else [engine for engine in found if engine.passes.key is not None]
 
     @property
-    def _engines(self) -> list[Engine]:
+    def _engines(self) -> list[Engine]:  # type: ignore[override]
         """Return the engines of modules that are still sharded, in the order of setup, the same on all ranks."""
         live = set(engines())
         return [engine for reference in self._set_up if (engine := reference()) is not None and engine in live]

@@ -45,9 +45,12 @@ def _adapted(theirs: Any, ours: tuple[Any, ...]) -> Any:
     names = {"__module__": theirs.__module__, "__qualname__": theirs.__qualname__, "__doc__": theirs.__doc__}
     adapted = type(theirs)(theirs.__name__, bases, names)  # Lightning stores a callback's state by its class's name
 
-    def reduce(thing: Any) -> tuple[Any, ...]:
-        make, (_, *args), *rest = super(adapted, thing).__reduce_ex__(2)
-        return make, (theirs, *args), *rest
+    def reduce(thing: Any) -> Any:
+        reduced = super(adapted, thing).__reduce_ex__(2)
+        if isinstance(reduced, str) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced  # the user's own
+        _, (_, *args), *rest = reduced  # pickle would refuse __newobj__ with another class than the object's
+        return theirs.__new__, (theirs, *args), *rest
 
     copyreg.pickle(adapted, reduce)  # type: ignore[arg-type]  # copies have the class that can be imported
     return adapted

@@ -123,8 +123,9 @@ class ForkLauncher(Forking, ForkingLauncher):
         """Return rank 0's results; None on other ranks. After a fit, write all ranks' weights to a file. Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
-        state = engine.state_dict() if engine is not None and fitting else None
-        if self._strategy.local_rank != 0:
+        first = self._strategy.local_rank == 0
+        state = engine.state_dict(only_rank_0=not first) if engine is not None and fitting else None
+        if not first:
             return None
         callback: Any = trainer.checkpoint_callback
         path = None

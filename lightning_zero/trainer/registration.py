@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_zero.presets import PRESETS
+from lightning_zero.presets import ASKED, PRESETS
 
 _TRAINER = "StrategyRegistry", "lightning_zero.trainer.strategy", "ZeroStrategy"
 _FABRIC = "STRATEGY_REGISTRY", "lightning_zero.fabric.strategy", "ZeroFabricStrategy"
@@ -44,9 +44,10 @@ def _fill(module: ModuleType) -> None:
 
 def _make_strategy(module: str, name: str) -> Any:
     """Return a new strategy of preset ``name``. ``module``: the module of Lightning whose registry calls this."""
+    ASKED.append(module.removesuffix(".strategies"))
     from lightning_zero.lightning_api import check_package
 
-    check_package(module.removesuffix(".strategies"))
+    check_package(ASKED[-1])
     row, (_, home, strategy) = PRESETS[name], _REGISTRIES[module]
     return getattr(importlib.import_module(home), strategy)(
         row.stage, offload=row.offload, start_method=row.start_method

@@ -64,6 +64,20 @@ def test_file_of_fabric_is_that_of_ddp(preset: str, tmp_path: Path) -> None:
 
 @pytest.mark.sample
 @on_ranks(2)
+@pytest.mark.parametrize("strategy", ["zero3", "zero3 folder"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_module_in_another_entry_is_saved_with_its_values(strategy: str, alone: bool, tmp_path: Path) -> None:
+    run = train(strategy_of(strategy))
+    settings = {"net": [run.model.module], "lr": 0.1}
+    run.fabric.save(tmp_path / "a", {"settings": settings} if alone else state_of(run, settings=settings))
+    expected = weights(run)
+    net = run.fabric.load(tmp_path / "a", weights_only=False)["settings"]["net"][0]
+    assert_weights(net.state_dict(), expected, tolerance=0)
+    assert all(type(param) is nn.Parameter for param in net.parameters())
+
+
+@pytest.mark.sample
+@on_ranks(2)
 @pytest.mark.parametrize(("saved", "loaded", "optimizer"), [
     ("zero3", "zero3", adamw),
     ("zero1", "zero3_offload", adamw),

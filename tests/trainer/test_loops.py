@@ -5,6 +5,9 @@ Lightning's features beside DDP are in ``tests/lightning_table``.
 
 from __future__ import annotations
 
+import io
+import pickle
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks as cb
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch._inductor.exc import InvalidCxxCompiler
+from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.settings import ConfigError
+from lightning_zero.trainer.loops import adapt_run
 from tests.harness import on_ranks
 from tests.models import Does
 from tests.trainer import toys
@@ -48,6 +55,100 @@ def test_sharded_module_is_refused_by_another_strategy_until_it_is_released(tmp_
     of.strategy.connect(module)
     of.strategy.engine.release()
     fit("ddp", tmp_path, module)
+
+
+class Thaws(cb.BaseFinetuning):
+    def __reduce__(self) -> Any:
+        return Thaws, ()
+
+    def freeze_before_training(self, pl_module: Any) -> None: ...
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None: ...
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_objects_with_our_methods_are_pickled_as_lightnings(protocol: int, tmp_path: Path) -> None:
+    callbacks = [cb.ModelCheckpoint(tmp_path, save_last=True), cb.WeightAveraging(), Thaws()]
+    callbacks += [cb.StochasticWeightAveraging(0.1, 1), cb.ModelPruning("l1_unstructured", amount=0.1)]
+    of = trainer("zero3", tmp_path, callbacks=callbacks, enable_checkpointing=True)
+    adapt_run(of)
+    things = [of, of.fit_loop, of.fit_loop.epoch_loop, *callbacks]
+    assert all(any(c.__module__.startswith("lightning_zero") for c in type(thing).__mro__) for thing in things)
+    for thing in things:
+        for pickler in (pickle.Pickler, pickle._Pickler):  # type: ignore[attr-defined]
+            file = io.BytesIO()
+            pickler(file, protocol).dump(thing)
+            loaded = pickle.loads(file.getvalue())
+            assert type(loaded) is getattr(sys.modules[type(thing).__module__], type(thing).__name__)
+            assert (
+                b"lightning_zero" not in file.getvalue() or isinstance(thing, pl.Trainer) or hasattr(thing, "trainer")
+            )
+    fit("zero3", tmp_path, callbacks=callbacks[:1], enable_checkpointing=True)
+    assert pickle.loads(pickle.dumps(callbacks[0])).state_dict() == callbacks[0].state_dict()
+
+
+class Distance(Metric):
+    """A metric with a network, as FID, LPIPS and BERTScore are."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).eval().requires_grad_(False)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("seen", [], dist_reduce_fx="cat")
+
+    def update(self, x: Tensor) -> None:
+        self.total += self.net(x).double().square().sum()
+        self.seen.append(x)
+
+    def compute(self) -> Tensor:
+        return self.total / len(dim_zero_cat(self.seen))
+
+
+class Measures(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.distance, self.more = Distance(), MetricCollection([Distance(), MeanMetric()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.distance.update(batch[1])
+        self.log("distance", self.distance, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.more.update(batch[1])
+        self.log_dict(dict(self.more.items()))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.to(self.device)  # changes nothing
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["zero0", "zero1", "zero3", "zero3_offload"])
+def test_metrics_with_a_network_equal_ddp(row: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_epochs": 1, "check_val_every_n_epoch": 1}
+    expected = fit(DDPStrategy(find_unused_parameters=True), tmp_path, seeded(Measures), **settings)
+    found = fit(row, tmp_path, seeded(Measures), **settings)
+    assert_same(found, expected)
+
+
+class Converts(Lit):
+    def on_train_batch_end(self, *_: Any) -> None:
+        blocks = self.blocks
+        for convert in (blocks.half, lambda: blocks.to(torch.float64), blocks.share_memory, lambda: blocks.to("meta")):
+            with pytest.raises(RuntimeError, match=r"converting .* of a sharded module"):
+                convert()
+        assert self.to(self.device) is self
+        assert blocks.to(memory_format=torch.channels_last, dtype=torch.float32) is blocks
+
+
+@on_ranks(1)
+def test_conversions_that_change_parameters_are_refused(tmp_path: Path) -> None:
+    assert_same(fit("zero3", tmp_path, seeded(Converts), max_steps=2), fit("zero3", tmp_path, max_steps=2))
 
 
 class NothingToLearn(Lit):

@@ -149,4 +149,10 @@ except lightning_zero.settings.ConfigError as error:
 def test_trainer_of_the_other_package_is_refused(tmp_path: Path) -> None:
     out = " ".join(python(OTHER, tmp_path))
     assert "expected a Trainer or a Fabric of lightning.pytorch and lightning.fabric" in out
-    assert "got one of pytorch_lightning" in out and "Import everything from one of the two" in out
+    assert "got one of pytorch_lightning" in out and "Use one of the two packages in a process" in out
+
+
+@pytest.mark.full
+def test_package_that_asks_decides_where_both_are_imported(tmp_path: Path) -> None:
+    """As ray imports the one, and a package of the user's trains with the other."""
+    assert python(f"import lightning.pytorch\n{FIT}", tmp_path)[-1] == "as under DDP"

@@ -130,6 +130,43 @@ def test_hooks_read_and_replace_values_of_the_file(who: str, tmp_path: Path) -> 
     assert files(tmp_path) == ["edited.ckpt", "whole.ckpt"]
 
 
+class LeavesOut(toys.Frozen):
+    """Does on all ranks what people do."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        self.seen_there = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+        for name, param in self.named_parameters():
+            if not param.requires_grad:
+                del state[name]
+        state["more"] = torch.ones(2)
+        entry = checkpoint["optimizer_states"][0]["state"][0]
+        self.seen_there["exp_avg"] = tuple(entry["exp_avg"].shape), entry["exp_avg"].dtype
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["file", "another writer", "averages"])
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_hooks_on_all_ranks_see_names_and_shapes(row: str, form: str, tmp_path: Path) -> None:
+    module = seeded(LeavesOut)
+    settings: dict[str, Any] = {"plugins": [AsyncCheckpointIO()]} if form == "another writer" else {}
+    callbacks = [EMAWeightAveraging(use_buffers=True)] if form == "averages" else []
+    saves = toys.saves_at(tmp_path / "a.ckpt")
+    run = fit(row, tmp_path, module, max_epochs=1, callbacks=[*callbacks, saves], limit_val_batches=0, **settings)
+    found = torch.load(tmp_path / "a.ckpt")
+    own = {name: (tuple(value.shape), value.dtype) for name, value in found["state_dict"].items()}
+    frozen = {name for name, param in module.named_parameters() if not param.requires_grad}
+    assert own.pop("more") and frozen and not frozen & set(own)
+    seen, exp_avg = module.seen_there, module.seen_there.pop("exp_avg")
+    assert own == {name: value for name, value in seen.items() if name not in frozen} and frozen < set(seen)
+    assert exp_avg in seen.values()
+    state = run.trainer.strategy.lightning_module_state_dict()
+    if dist.get_rank():
+        with pytest.raises(RuntimeError, match="norm.*: rank 0 alone holds the tensors .*is_global_zero.*gather"):
+            state["head.weight"].norm()
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "precision"), [("zero0", "32-true"), ("zero1", "bf16-mixed"), ("zero3", "32-true")])
 def test_averages_are_saved_by_ranges(stage: str, precision: Any, tmp_path: Path) -> None:

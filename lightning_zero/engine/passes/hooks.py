@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -32,6 +33,7 @@ from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.packed import is_packed, load_beside
+from lightning_zero.engine.units.param import find_owner
 from lightning_zero.engine.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -165,9 +167,17 @@ class Hooks:
         if any(map(is_packed, module.parameters(recurse=False))):
             self._handles.append(module.register_load_state_dict_pre_hook(load_beside))
 
-        def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-            refuse("converting (.to(), .cuda(), .half(), ...)")
-            return type(self)._apply(self, fn, recurse)
+        def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+            own = {id(param): param for param in self.parameters() if find_owner(param) is not None}
+            if any(_changes(fn, *kind) for kind in {(p.dim(), p.dtype, p.device) for p in own.values()}):
+                refuse("converting (.to(), .cuda(), .half(), ...)")
+
+            @functools.wraps(fn)  # torchmetrics looks at its name
+            def convert(tensor: Tensor) -> Tensor:
+                return tensor if id(tensor) in own or isinstance(tensor, ShardedGrad) else fn(tensor)
+
+            with hooks.passes.fence.lowered():
+                return type(self)._apply(self, convert, *args, **kwargs)
 
         def deepcopy(self: nn.Module, memo: dict[int, object]) -> nn.Module:
             refuse("copy.deepcopy()")
@@ -186,6 +196,9 @@ class Hooks:
         for name, method in zip(_PATCHES, methods, strict=True):
             module.__dict__[name] = types.MethodType(method, module)
         self._touched.add(module)
+
+    def guards(self, module: nn.Module) -> bool:
+        return module in self._touched
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., object]) -> None:
         before = {name: value for name, value in module.__dict__.items() if name == "forward"}
@@ -333,6 +346,14 @@ class Hooks:
             any(t.requires_grad for t in find_tensors((args, kwargs)))
             or any(info.param.requires_grad for member in inside for info in member.infos)
         )
+
+
+def _changes(fn: Callable[[Tensor], Tensor], dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether ``fn``, which converts tensors for ``Module._apply``, would change one of this kind."""
+    with torch.inference_mode(False), torch.no_grad():
+        tensor = torch.zeros((2,) * dim, dtype=dtype, device=device)
+        before = tensor._version, tensor.is_shared()
+        return fn(tensor) is not tensor or (tensor._version, tensor.is_shared()) != before
 
 
 def _weights_needed(passes_ref: ReferenceType[Passes], index: int, _: Tensor) -> None:

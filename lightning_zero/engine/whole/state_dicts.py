@@ -6,7 +6,7 @@ import contextlib
 import copy
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,9 @@ from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.whole.values import (
     COPY,
     Copies,
+    Entries,
     FakeTensors,
+    OnRank0,
     Part,
     TensorParts,
     Value,
@@ -58,27 +60,30 @@ def module_state(
         engine.comm.meet(None, "the module's state_dict(), which all ranks must call")
     take_shown_over(engine)
     wanted = not only_rank_0 or engine.comm.rank == 0
-    if fakes is not None:
+    values = gathered(engine, wanted=wanted) if fakes is None else {}
+    if fakes is not None and wanted:
         values = _tensors(engine, lambda value, info: fakes.tensor(value, info, info.dtype), trainable_only)
-    else:
-        values = _gathered(engine, wanted=wanted)
-    # An override of ``state_dict`` may raise on rank 0, while the others go on to the next message.
-    act = lambda: _state_dict_with(engine, values, trainable_only) if wanted else {}  # noqa: E731
+    # An override of ``state_dict`` may raise on one rank, while the others go on to the next message.
+    act = partial(_state_dict_with, engine, values if wanted else _elsewhere(engine, trainable_only), trainable_only)
     return engine.comm.together("the module's state_dict()", act)
+
+
+def _elsewhere(engine: Engine, trainable_only: bool) -> dict[int, Tensor]:
+    return _tensors(engine, lambda _, info: OnRank0.like(info, info.dtype), trainable_only)
 
 
 def fake_copy(
     engine: Engine, fakes: FakeTensors, storages: Sequence[MasterStorage], *, trainable_only: bool = False
 ) -> State:
-    """On rank 0 return ``module.state_dict()`` with fake tensors for ``storages`` (a copy of all masters), else {}."""
+    """Return ``module.state_dict()`` with fake tensors for ``storages`` (a copy of all masters), on rank 0."""
     name = f"copy {len(fakes.copies)}"
     fakes.copies[name] = storages
 
     def tensor(value: Value, info: ParamInfo) -> Tensor:
         return fakes.tensor(value._replace(optimizer=COPY, name=name), info, info.dtype)
 
-    values = _tensors(engine, tensor, trainable_only)
-    return {} if engine.comm.rank else _state_dict_with(engine, values, trainable_only)
+    values = _elsewhere(engine, trainable_only) if engine.comm.rank else _tensors(engine, tensor, trainable_only)
+    return _state_dict_with(engine, values, trainable_only)
 
 
 @outside_autograd
@@ -87,19 +92,29 @@ def sharded_state_dict(
 ) -> State:
     """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of ``storages``, a copy. Collective."""
     take_shown_over(engine)
-    parts = _parts_by_value(engine, {} if storages is None else {"copy": storages})
+    parts = parts_by_value(engine, {} if storages is None else {"copy": storages})
 
     def tensor(value: Value, info: ParamInfo) -> Tensor:
-        storage = engine.buckets[value.bucket].storage
         if storages is not None:
-            value, storage = value._replace(optimizer=COPY, name="copy"), storages[value.bucket]
-        dtype = storage.master.dtype
-        return TensorParts(info.saved_shape, dtype, parts.get(value, ()), info.saved_strides, info.split)
+            value = value._replace(optimizer=COPY, name="copy")
+        return parts_of(engine, parts, value, info, storages)
 
     return _state_dict_with(engine, _tensors(engine, tensor, trainable_only), trainable_only)
 
 
-def _parts_by_value(engine: Engine, copies: Copies | None = None) -> dict[Value, list[Part]]:
+def parts_of(
+    engine: Engine,
+    parts: Mapping[Value, Sequence[Part]],
+    value: Value,
+    info: ParamInfo,
+    storages: Sequence[MasterStorage] | None = None,
+) -> TensorParts:
+    storage = engine.buckets[value.bucket].storage if storages is None else storages[value.bucket]
+    dtype = storage.master.dtype
+    return TensorParts(info.saved_shape, dtype, parts.get(value, ()), info.saved_strides, info.split, value)
+
+
+def parts_by_value(engine: Engine, copies: Copies | None = None) -> dict[Value, list[Part]]:
     found: dict[Value, list[Part]] = {}
     for part in own_fragments(engine, copies):
         found.setdefault(part.value, []).append(part)
@@ -116,15 +131,17 @@ def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], train
     }
 
 
-def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
-    """Gather all parameters to the host, in the dtypes of checkpoints. Collective.
+def gathered(engine: Engine, *, wanted: bool, only: Container[Value] | None = None) -> dict[int, Tensor]:
+    """Gather all parameters, or ``only`` some, to the host, in the dtypes of checkpoints. Collective.
 
     Returns them by ``id`` of the parameter, or {} if not ``wanted`` on this rank.
     """
     result: dict[int, Tensor] = {}
-    for bucket in engine.comm.long_work.items(engine.buckets, "gathering weights, in buckets"):
-        full = bucket.full_master()
-        for info in bucket.params:
+    for number, bucket in enumerate(engine.comm.long_work.items(engine.buckets, "gathering weights, in buckets")):
+        infos = [info for info in bucket.params if only is None or Value(number, info.slot) in only]
+        full = bucket.full_master() if infos else None
+        for info in infos:
+            assert full is not None
             values = joined(engine.comm, info, bucket.part_of(full, info))
             if wanted:
                 result[id(info.param)] = values.to(device="cpu", dtype=info.dtype, copy=True)
@@ -179,23 +196,24 @@ def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> Stepper:
 def optimizer_state(
     engine: Engine, optimizer: Optimizer, *, only_rank_0: bool = True, fakes: FakeTensors | None = None
 ) -> State:
-    """Return the optimizer's full ``state_dict()`` on the host; by default {} on ranks other than 0. Collective.
+    """Return the optimizer's full ``state_dict()`` on the host. Collective.
 
-    With ``fakes`` tensors have no values. Raises ConfigError if ``optimizer`` does not step the engine's shards.
+    By default only rank 0's tensors have values; with ``fakes`` none have. Raises ConfigError if ``optimizer`` does not
+    step the engine's shards.
     """
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
     wanted, index = not only_rank_0 or engine.comm.rank == 0, engine.optimizers.index(sharded)
+    # A rank that owns nothing of a parameter does not know its state, but must take part in the gathers.
+    known = all_entries(engine, sharded)
     states: dict[tuple[int, int], object] = {}
     if fakes is None:
-        states.update(whole_states(engine, sharded, wanted=wanted))
-    elif known := all_entries(engine, sharded):
-        for number, slots in sorted(known.items()) if wanted else ():
+        states.update(whole_states(engine, sharded, known, wanted=wanted))
+    if fakes is not None or not wanted:
+        for number, slots in sorted(known.items()):
             for slot, entry in slots.items():
                 value = Value(number, slot, index)
-                states[number, slot] = with_leaves(entry, partial(_fake_leaf, fakes, value))
-    if not wanted:
-        return {}
+                states[number, slot] = with_leaves(entry, partial(_leaf, fakes if wanted else None, value))
     bucket_numbers = {bucket: number for number, bucket in enumerate(engine.buckets)}
     places = [place for group in sharded.places() for place in group]
     numbers = {(bucket_numbers[place.bucket], place.info.slot): number for number, place in enumerate(places)}
@@ -207,11 +225,11 @@ def optimizer_state(
 
 
 def whole_states(
-    engine: Engine, sharded: Stepper, *, wanted: bool = True, device: torch.device | str = "cpu"
+    engine: Engine, sharded: Stepper, known: Entries, *, wanted: bool = True, device: torch.device | str = "cpu"
 ) -> dict[tuple[int, int], State]:
-    """Gather an optimizer's state on `device`, by bucket and slot. Tensors are None if not `wanted`. Collective."""
-    # A rank that owns nothing of a parameter does not know its state, but must take part in the gathers.
-    known, states = all_entries(engine, sharded), dict[tuple[int, int], State]()
+    """Gather an optimizer's state on `device`, by bucket and slot. Tensors are None if not `wanted`. Collective.
+    `known`: what :func:`all_entries` has found."""
+    states = dict[tuple[int, int], State]()
     for number, bucket in enumerate(
         engine.comm.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
     ):
@@ -225,7 +243,9 @@ def whole_states(
     return states
 
 
-def _fake_leaf(fakes: FakeTensors, value: Value, leaf: Leaf) -> Tensor:
+def _leaf(fakes: FakeTensors | None, value: Value, leaf: Leaf) -> Tensor:
+    if fakes is None:
+        return OnRank0.like(leaf, leaf.dtype)
     return fakes.tensor(value._replace(name=leaf.name), leaf, leaf.dtype)
 
 
@@ -237,7 +257,7 @@ def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> State:
     """
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
-    index, parts = engine.optimizers.index(sharded), _parts_by_value(engine)
+    index, parts = engine.optimizers.index(sharded), parts_by_value(engine)
     stepped = {place.info.fqn for group in sharded.places() for place in group}
     state: dict[str, object] = {}
     for number, entries in own_entries(engine, sharded, once=True).items():

@@ -175,6 +175,10 @@ def full_entries(
 # -- tensors that stand for values ------------------------------------------------------------------------------------
 
 
+def _whole(like: ParamInfo | Leaf) -> tuple[Sequence[int], Sequence[int]]:
+    return (like.shape, like.strides) if isinstance(like, Leaf) else (like.saved_shape, like.saved_strides)
+
+
 class FakeTensors:
     """Makes tensors with shape and dtype but no values: reading one raises.
 
@@ -195,9 +199,7 @@ class FakeTensors:
 
     def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:
         """Make or reuse a tensor for ``value``, with shape and strides of ``like``, a whole tensor."""
-        shape, strides = (
-            (like.shape, like.strides) if isinstance(like, Leaf) else (like.saved_shape, like.saved_strides)
-        )
+        shape, strides = _whole(like)
         made = self._kept.pop((value, dtype), None)
         if made is None or (made.shape, made.stride()) != (shape, strides):
             with self._mode:
@@ -207,12 +209,15 @@ class FakeTensors:
 
 
 class TensorParts(Tensor):
-    """Stands for a tensor of which this rank saves ``parts``. ``order``: its dimensions, largest stride first. With
-    ``of_whole``, parts are those of this rank's part of the tensor."""
+    """Stands for a tensor, of ``of``, of which this rank saves ``parts``. ``order``: its dimensions, largest stride
+    first. With ``of_whole``, parts are those of this rank's part of the tensor."""
 
     parts: tuple[Part, ...]
     order: Sequence[int]
     of_whole: Split | None
+    of: Value | None
+    _why = "no rank holds all of a tensor of a sharded checkpoint"
+    _instead = "Choose zero/checkpoint=full, or read parameters"
 
     @staticmethod
     def __new__(
@@ -222,9 +227,10 @@ class TensorParts(Tensor):
         parts: Sequence[Part],
         strides: Sequence[int],
         split: Split | None = None,
+        of: Value | None = None,
     ) -> TensorParts:
         made: TensorParts = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore
-        made.parts, made.order, made.of_whole = tuple(parts), memory_order(strides), split
+        made.parts, made.order, made.of_whole, made.of = tuple(parts), memory_order(strides), split, of
         return made
 
     @classmethod
@@ -235,12 +241,11 @@ class TensorParts(Tensor):
             return args[0]
         cls._refuse(str(func))
 
-    @staticmethod
-    def _refuse(what: str) -> NoReturn:
+    @classmethod
+    def _refuse(cls, what: str) -> NoReturn:
         raise RuntimeError(
-            f"{what}: no rank holds all of a tensor of a sharded checkpoint, so hooks that save it can look at names, "
-            "shapes and dtypes only, leave tensors out or add others. Choose zero/checkpoint=full, or read parameters "
-            "inside lightning_zero.gather."
+            f"{what}: {cls._why}, so hooks that save it can look at names, shapes and dtypes only, leave tensors out "
+            f"or add others. {cls._instead} inside lightning_zero.gather."
         )
 
     def __deepcopy__(self, memo: object) -> TensorParts:
@@ -250,7 +255,19 @@ class TensorParts(Tensor):
         self._refuse("pickling")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"TensorParts({tuple(self.shape)}, {self.dtype}, {len(self.parts)} here)"
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype}, {len(self.parts)} here)"
+
+
+class OnRank0(TensorParts):
+    """Stands on other ranks for a tensor of a checkpoint that rank 0 has."""
+
+    _why = "rank 0 alone holds the tensors of a checkpoint that is one file"
+    _instead = "Use values on rank 0 alone (if trainer.is_global_zero), or read parameters on all ranks"
+
+    @classmethod
+    def like(cls, tensor: ParamInfo | Leaf, dtype: torch.dtype) -> TensorParts:
+        shape, strides = _whole(tensor)
+        return cls(shape, dtype, (), strides)
 
 
 class Unsharded(NamedTuple):

@@ -97,8 +97,8 @@ class ShardedAverage(AveragedModel):
         whole_params.masters_changed(self.engine)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the averages: full tensors on rank 0, and {} on other ranks. If checkpoints are folders, each rank
-        returns its own parts. Collective."""
+        """Return the averages: full tensors, with values on rank 0 only. If checkpoints are folders, each rank returns
+        its own parts. Collective."""
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
@@ -114,7 +114,7 @@ class ShardedAverage(AveragedModel):
             finally:
                 self.exchange(swap=True)
         full = {f"module.{name}": value for name, value in state.items()}
-        return {"n_averaged": self.n_averaged.clone(), **full} if full else {}
+        return {"n_averaged": self.n_averaged.clone(), **full}
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:

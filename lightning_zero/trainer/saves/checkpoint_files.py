@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_zero.checkpoint.sharded.index import INDEX, refusal
 from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.checkpoint.verify import NOTHING, Report, check
+from lightning_zero.engine import Engine
+from lightning_zero.engine.whole.held import Make, fake_values, put_values, values_in_folder, whole_values
 from lightning_zero.lightning_api import CheckpointIO, get_filesystem, is_local, rank_zero_info
 from lightning_zero.ranks.progress import SILENT, LongWork
-from lightning_zero.settings import ConfigError
+from lightning_zero.settings import CheckpointFormat, ConfigError
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves.checkpoint_io import load, with_default
+from lightning_zero.trainer.saves.range_saves import RangeSave
 from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer
 
 _ZIP = b"PK\x03\x04"  # first bytes of a torch.save file
@@ -45,6 +49,16 @@ class CheckpointFiles(Processes):
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         refuse_writer(io, self.config.checkpoint)
         self._checkpoint_io = io
+
+    def _put_values(self, engines: Iterable[Engine], checkpoint: dict[str, Any], save: RangeSave | None = None) -> None:
+        """Give modules of ``engines`` that lie in ``checkpoint`` the values that are saved. Collective."""
+        for engine in engines:
+            make: Make = partial(whole_values, checkpoint)
+            if self.config.checkpoint.name is CheckpointFormat.sharded:
+                make = partial(values_in_folder, checkpoint)
+            elif save is not None and save.engine is engine and not save.with_values:
+                make = partial(fake_values, save.fakes)
+            put_values(engine, checkpoint, make)
 
     def _write_folder(
         self, checkpoint: Mapping[str, Any], path: Any, options: Any, *, behind: Behind | None = None, **settings: Any

@@ -126,6 +126,9 @@ class Checkpoints:
             checkpoint[HUGGING_FACE] = model
         if self._strategy.config.checkpoint.exclude_frozen:
             checkpoint[averaging.EXCLUDES_FROZEN] = True
+        if (module := self._strategy.lightning_module) is not None and (engine := engine_of(module)) is not None:
+            with self.noting_failure():
+                self._strategy._put_values([engine], checkpoint, self.range_save)
         if self._saves_folders:
             if (
                 self._strategy._waits is not None or self._strategy.is_global_zero

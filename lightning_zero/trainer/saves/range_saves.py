@@ -88,28 +88,28 @@ class RangeSave:
         noting: Noting,
         fakes: FakeTensors | None = None,
     ) -> None:
-        self._engine, self._io = engine, io
+        self.engine, self._io = engine, io
         self._path, self._noting = path, noting
-        self._with_values = with_values
-        self._fakes = fakes if fakes is not None else FakeTensors()
+        self.with_values = with_values
+        self.fakes = fakes if fakes is not None else FakeTensors()
 
     # -- what Lightning asks for ----------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, Any]:
-        without_frozen = self._engine.config.checkpoint.exclude_frozen
-        return self._of(lambda fakes: self._engine.state_dict(fakes=fakes, trainable_only=without_frozen))
+        without_frozen = self.engine.config.checkpoint.exclude_frozen
+        return self._of(lambda fakes: self.engine.state_dict(fakes=fakes, trainable_only=without_frozen))
 
     def copy_of_masters(self, storages: Sequence[MasterStorage]) -> dict[str, Any]:
         """Return the module's state dict with the values in ``storages``, one storage per bucket, not the masters'."""
-        without_frozen = self._engine.config.checkpoint.exclude_frozen
-        return self._of(lambda fakes: fake_copy(self._engine, fakes, storages, trainable_only=without_frozen))
+        without_frozen = self.engine.config.checkpoint.exclude_frozen
+        return self._of(lambda fakes: fake_copy(self.engine, fakes, storages, trainable_only=without_frozen))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._of(lambda fakes: state_dicts.optimizer_state(self._engine, optimizer, fakes=fakes))
+        return self._of(lambda fakes: state_dicts.optimizer_state(self.engine, optimizer, fakes=fakes))
 
     def _of(self, ask: Callable[[FakeTensors], dict[str, Any]]) -> dict[str, Any]:
-        if not self._with_values:
-            return ask(self._fakes)
+        if not self.with_values:
+            return ask(self.fakes)
         fakes = FakeTensors()
         state = ask(fakes)
         tensors = [tensor for _, tensor in fakes.made]
@@ -119,9 +119,9 @@ class RangeSave:
 
     def write(self, checkpoint: dict[str, Any]) -> bool:
         """Write the checkpoint and return True. If its tensors already have values, only return False. Collective."""
-        if self._with_values:
+        if self.with_values:
             return False
-        self._write(checkpoint, self._fakes, keep=True)
+        self._write(checkpoint, self.fakes, keep=True)
         return True
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class RangeSave:
         with self._noting(), contextlib.ExitStack() as stack:
             begin = partial(self._begin, stack, content, fakes, keep, begun)
             place = self._together("beginning a checkpoint", begin)
-            place = broadcast_object(dist.group.WORLD, place, 0, self._engine.comm.waits)
+            place = broadcast_object(dist.group.WORLD, place, 0, self.engine.comm.waits)
             assert place is not None
             fd = _open(place)
             if fd is not None:
@@ -156,7 +156,7 @@ class RangeSave:
         keep: bool,
         begun: list[tuple[Part, Skeleton, list[Piece]]],
     ) -> _Place | None:
-        if self._engine.comm.rank != 0:
+        if self.engine.comm.rank != 0:
             return None
         refuse_other_folder(self._path)
         part = stack.enter_context(aside(self._path, keep=keep))
@@ -173,10 +173,10 @@ class RangeSave:
     def _write_own(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         assert fd is not None
         done: list[Piece] = []
-        long_work, name = self._engine.comm.long_work, self._path.name
+        long_work, name = self.engine.comm.long_work, self._path.name
         with long_work.bytes(f"saving {name}", partial(self._own_nbytes, place, copies)) as did:
             write = _telling(did, partial(write_at, fd))
-            for part in own_ranges(self._engine, place.dtypes, copies):
+            for part in own_ranges(self.engine, place.dtypes, copies):
                 _write_range(write, place, done, part)
         # Each rank syncs its own writes: on a network file system rank 0 cannot do it for others.
         long_work.call(partial(os.fsync, fd), f"{name}, to the disk")
@@ -184,7 +184,7 @@ class RangeSave:
 
     def _own_nbytes(self, place: _Place, copies: Copies) -> int:
         sizes = {value: sum(dtype.itemsize for _, dtype in holes) for value, holes in place.holes.items()}
-        return sum(part.source.numel * sizes.get(part.value, 0) for part in own_parts(self._engine, copies))
+        return sum(part.source.numel * sizes.get(part.value, 0) for part in own_parts(self.engine, copies))
 
     @outside_autograd
     def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
@@ -197,9 +197,9 @@ class RangeSave:
             for error in errors:
                 raise error
 
-        with self._engine.comm.long_work.bytes(f"saving {self._path.name}", lambda: total) as did:
-            for part in gathered_ranges(self._engine, place.dtypes, copies):
-                if self._engine.comm.rank == 0 and not errors:
+        with self.engine.comm.long_work.bytes(f"saving {self._path.name}", lambda: total) as did:
+            for part in gathered_ranges(self.engine, place.dtypes, copies):
+                if self.engine.comm.rank == 0 and not errors:
                     try:
                         assert fd is not None
                         _write_range(_telling(did, partial(write_at, fd)), place, done, part)
@@ -231,7 +231,7 @@ class RangeSave:
             if not keep:
                 values = torch.load(part.path, mmap=True, weights_only=True)
         stack.close()  # gives the file its name, or unlinks it
-        if keep and self._engine.comm.rank == 0:
+        if keep and self.engine.comm.rank == 0:
             self._io.look_at(content, str(self._path))
         return values
 
@@ -242,10 +242,10 @@ class RangeSave:
             with naming(self._path):
                 return act()
 
-        return together(dist.group.WORLD, self._engine.comm.waits, what, named, patient=True)
+        return together(dist.group.WORLD, self.engine.comm.waits, what, named, patient=True)
 
     def _gather(self, value: T, what: str) -> list[T]:
-        return gather_objects(dist.group.WORLD, value, self._engine.comm.waits, what, patient=True)
+        return gather_objects(dist.group.WORLD, value, self.engine.comm.waits, what, patient=True)
 
 
 def _write_range(write: WriteAt, place: _Place, done: list[Piece], part: Range) -> None:

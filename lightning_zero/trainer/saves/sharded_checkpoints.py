@@ -6,7 +6,7 @@
     state_dict             state_dict.<name>                        in Lightning's FSDP folders: model.<name>
     optimizer_states[0]    optimizer_0.state.<name>.<entry>, optimizer_0.param_groups.<n>.<entry>
     values with parts of tensors (current_model_state of averaging callbacks)     under their own name
-    the rest               meta.pt
+    the rest               meta.pt, and values of parameters in it: lightning_zero_held.<name>
     of Fabric: modules and optimizers under the user's names, in the same way
 """
 
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.engine.whole.held import HELD
 from lightning_zero.engine.whole.values import TensorParts
 from lightning_zero.lightning_api import CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
 from lightning_zero.pretrained.stored import StoredTensor
@@ -65,6 +66,9 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
     for key, value in checkpoint.items():
         if key in named:
             state[key] = _checked(value)
+        elif key == HELD:
+            state[key] = {name: tensor for name, (tensor, _) in value.items()}
+            extra[key] = {name: param for name, (_, param) in value.items()}
         elif key == OPTIMIZERS:
             state |= {f"optimizer_{number}": _checked(entry) for number, entry in enumerate(value)}
             record["optimizers"] = len(value)
@@ -125,7 +129,11 @@ def read(
     try:
         folder = ShardedFolder(local_path(path))
         checkpoint = load(TorchCheckpointIO(), folder.path / EXTRA, weights_only)
-        return checkpoint | _values(folder, checkpoint.pop(RECORD, None) or {}, weights_only, of_trainer, long_work)
+        held = checkpoint.pop(HELD, {})
+        checkpoint |= _values(folder, checkpoint.pop(RECORD, None) or {}, weights_only, of_trainer, long_work)
+        for name, value in checkpoint.pop(HELD, {}).items():
+            held[name].data = value.whole()
+        return checkpoint
     except OSError as error:
         raise OSError(error.errno, f"{path}: the checkpoint could not be read: {error}") from error
 
