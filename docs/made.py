@@ -1,7 +1,8 @@
 """Makes from the code what the documentation repeats of it; MkDocs calls it as a hook.
 
-``python docs/made.py`` writes the table of settings into ``docs/settings.md``. ``mkdocs build`` adds the pages that lie
-outside of ``docs/``, and a page of all error messages.
+``python docs/made.py`` writes the table of settings into ``docs/settings.md``, and the types of keywords into
+``lightning_zero/settings/keywords.py``. ``mkdocs build`` adds the pages that lie outside of ``docs/``, and a page of
+all error messages.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import inspect
 import posixpath
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for `mkdocs`, which does not look into the current folder
 
 from lightning_zero.settings import MIB, ZeroConfig  # noqa: E402
+from lightning_zero.settings.names import ALSO, ROWS  # noqa: E402
+from lightning_zero.settings.values import CONF, NBytes, kinds_of  # noqa: E402
 
 BEGIN, END = "<!-- made from the code by `make docs` -->", "<!-- end -->"
 # Pages of the site that lie outside of docs/, by their name there.
@@ -101,6 +106,82 @@ def with_made(page: str) -> str:
     return f"{head}{BEGIN}\n\n{settings_table()}\n\n{END}{tail}"
 
 
+# -- lightning_zero/settings/keywords.py ----------------------------------------------------------------------------
+
+KEYWORDS = ROOT / "lightning_zero" / "settings" / "keywords.py"
+HEAD = '''"""The types of the keywords of ZeroStrategy, made from the dataclasses by ``python docs/made.py``."""
+
+# fmt: off
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal, TypedDict
+
+from lightning_zero.settings import groups, zero_config
+'''
+
+
+def keywords() -> str:
+    """Return the module of the keywords' types: one for each group, for all stages, and for the rest."""
+    kinds = kinds_of(ZeroConfig)
+    groups = {key: kind for key, kind in kinds.items() if dataclasses.is_dataclass(kind)}
+    parts = [_typed_dict(_settings_of(kind), "TypedDict", kinds_of(kind), f"groups.{kind.__name__}", key)
+             for key, kind in groups.items()]  # fmt: skip
+    for key in ("stage", "precision"):  # which a signature may name
+        parts += [_filled(f"{key.title()} = {_type_of(key, kinds.pop(key))}") + "\n"]
+    parts += [_typed_dict("FabricKeywords", "TypedDict", kinds, "zero_config.ZeroConfig")]
+    parts += ["class Keywords(FabricKeywords, total=False):\n    precision: Precision\n"]
+    parts += ["\nKeywords.__doc__ = zero_config.ZeroConfig.__doc__\n"]
+    return "\n\n".join([HEAD, *parts])
+
+
+def _typed_dict(name: str, base: str, kinds: dict[str, Any], documented: str, group: str = "") -> str:
+    types = {key: _names(group) if key == "name" else _type_of(key, kind) for key, kind in kinds.items()}
+    fields = "\n".join(_filled(f"    {key}: {kind}") for key, kind in types.items())
+    return f"class {name}({base}, total=False):\n{fields}\n\n\n{name}.__doc__ = {documented}.__doc__\n"
+
+
+def _settings_of(kind: type) -> str:
+    return kind.__name__.replace("Config", "Settings")
+
+
+def _type_of(key: str, kind: Any) -> str:
+    """Return the type of what callers may write for the setting ``key`` of type ``kind``."""
+    if NoneType in get_args(kind):
+        (kind,) = (inner for inner in get_args(kind) if inner is not NoneType)
+        return f"{_type_of(key, kind)} | None"
+    if dataclasses.is_dataclass(kind):
+        files = sorted(path.stem for path in (CONF / "zero" / key).glob("*.yaml"))
+        names = f"{_names(key, *files)} | " if key in ROWS else ""
+        return f"{names}{_settings_of(kind)} | groups.{kind.__name__} | None"
+    if isinstance(kind, enum.EnumType):
+        return f"Literal[{', '.join(map(repr, kind.__members__))}]"
+    if get_origin(kind) is dict:
+        return f"Mapping[str, {_type_of('', get_args(kind)[1])}]"
+    if get_origin(kind) is list:
+        return f"Sequence[{get_args(kind)[0].__name__}]"
+    simple = {NBytes: "int | str", str: "str | PathLike[str]", Any: "Any"}
+    return simple.get(kind) or kind.__name__
+
+
+def _names(group: str, *more: str) -> str:
+    """Return the Literal of the names of ``zero/<group>``, with ``more``, and with other names that are taken."""
+    words = [*ROWS[group].__members__, *more, *(int(w) if w.isdigit() else w for w in ALSO.get(group, {}))]
+    return f"Literal[{', '.join(map(repr, dict.fromkeys(words)))}]"
+
+
+def _filled(line: str) -> str:
+    """Return ``line``, ``name: type``, in several lines if it is long."""
+    line = line.replace("'", '"')
+    if len(line) <= 120:
+        return line
+    name, sign, kind = re.split(r"( = |: )", line, maxsplit=1)
+    inner = textwrap.fill(kind, 112, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False)
+    return f"{name}{sign}(\n{inner}\n    )"
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
 def messages() -> str:
     """Return the page of all messages of errors that users can mend, by the module that raises them."""
     lines = ["# Every error message", "", "Made from the code. `...` stands for what differs.", ""]
@@ -163,3 +244,4 @@ def _moved(text: str, source: str) -> str:
 if __name__ == "__main__":
     place = ROOT / "docs" / "settings.md"
     place.write_text(with_made(place.read_text()))
+    KEYWORDS.write_text(keywords())

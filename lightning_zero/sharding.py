@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,21 @@ from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
 from lightning_zero.mesh.plans import split_module
 from lightning_zero.optimizers.refused import check_optimizer
 from lightning_zero.ranks.progress import LongWork
-from lightning_zero.settings import ConfigError, Sharding, ZeroConfig, check_decided, make_config
+from lightning_zero.settings import (
+    ConfigError,
+    Sharding,
+    ZeroConfig,
+    check_decided,
+    keywords,
+    make_config,
+    names_arguments,
+)
 
 
 def shard(
     module: nn.Module,
     *,
+    stage: keywords.Stage = None,
     config: ZeroConfig | None = None,
     process_group: Any = None,
     device: torch.device | str | None = None,
@@ -45,13 +54,14 @@ def shard(
     sources: Mapping[str, Tensor] | None = None,
     has_values: bool = False,
     long_work: LongWork | None = None,
-    **settings: Any,
+    **settings: Unpack[keywords.Keywords],
 ) -> Engine:
     """Shard ``module`` in place over the ranks of a process group, with rank 0's values. Return its engine. Collective.
 
     Buffers that forwards change stay each rank's own in a loop of yours; under Trainer and Fabric they are rank 0's.
 
     Args:
+        stage: ``"zero0"`` .. ``"zero3"`` (default), or 0 .. 3.
         config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` that override it.
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
         device: where to train; default: this rank's GPU, else the CPU. On ``meta``, steps compute no values and only
@@ -63,25 +73,26 @@ def shard(
 
     Raises ConfigError for settings that cannot work, a module that is sharded already, and DTensor parameters.
     """
-    config = make_config(config, **settings)
-    check_decided(config)
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     where = default_device() if device is None else with_index(torch.device(device))
     node = node or node_name()
-    convert(module, config.precision, where)
-    split_module(module, config, where)
-    return Engine(
-        module,
-        config,
-        process_group,
-        where,
-        node,
-        sources,
-        make_stepper=_make_stepper,
-        has_values=has_values,
-        long_work=long_work,
-    )
+    with names_arguments(config):
+        config = make_config(config, stage=stage, **settings)
+        check_decided(config)
+        convert(module, config.precision, where)
+        split_module(module, config, where)
+        return Engine(
+            module,
+            config,
+            process_group,
+            where,
+            node,
+            sources,
+            make_stepper=_make_stepper,
+            has_values=has_values,
+            long_work=long_work,
+        )
 
 
 def node_name() -> str:

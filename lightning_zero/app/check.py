@@ -120,14 +120,13 @@ def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
     """Train a model with the settings ``row`` and return its losses. Raises AssertionError if the bytes that it holds
     after the last step differ from the plan's. Collective."""
     offload: dict[str, Any] = {"name": row.offload}
+    settings: dict[str, Any] = {"stage": row.stage, "offload": offload, "precision": row.precision}
     if Offload[row.offload].uses_files or row.offload == "auto":
         offload["nvme_path"] = files
     if row.offload == "auto":
         offload |= {"device_budget": 200_000, "host_budget": 400_000}
     model = _model()
-    engine = lightning_zero.shard(
-        model, device=device, stage=row.stage, offload=offload, precision=row.precision, stall_timeout_s=STALL_S,
-    )  # fmt: skip
+    engine = lightning_zero.shard(model, device=device, stall_timeout_s=STALL_S, **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine.add_optimizer(optimizer)
     losses = _losses(model, optimizer, rank, device, row.precision, engine)

@@ -61,7 +61,7 @@ from lightning_zero.optimizers.state_trees import Saved, State
 from lightning_zero.pretrained import sources_from
 from lightning_zero.pretrained.conversions import forget
 from lightning_zero.ranks.progress import LongWork
-from lightning_zero.settings import ConfigError, Offload, Precision, ZeroConfig, with_rows
+from lightning_zero.settings import ConfigError, Offload, Precision, ZeroConfig, names_arguments, with_rows
 
 # Weak references: the module owns its engine, and an engine may lead to its module (through a hook of an optimizer,
 # say). Strong ones would keep such modules alive.
@@ -255,6 +255,7 @@ class Engine:
         self.module.__dict__.pop(ENGINE, None)
         LIVE.discard(self)
 
+    @names_arguments()
     def restage(self, stage: object = None, offload: object = None, *, follow: Sequence[Follow] = ()) -> None:
         """Change the stage, the offload setting, or both, between two steps. Collective.
 

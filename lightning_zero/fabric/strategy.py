@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lightning_zero.lightning_api import (
     FabricScriptLauncher,
     fabric,
 )
-from lightning_zero.settings import ConfigError, PrecisionConfig, ZeroConfig, check_decided
+from lightning_zero.settings import ConfigError, Signature, ZeroConfig, check_decided, keywords, names_arguments
 from lightning_zero.sharding import shard
 from lightning_zero.trainer.launchers import Forking
 from lightning_zero.trainer.settings import settings_of, strategies, with_precision
@@ -46,31 +46,30 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     ``precision``: Fabric's plugin, or settings of ``zero.precision``. A setting that cannot work raises ConfigError.
     """
 
+    __signature__ = Signature()
     _launchers: ClassVar = (FabricScriptLauncher, ForkLauncher)
 
     def __init__(
         self,
-        stage: int | str | None = None,
+        stage: keywords.Stage = None,
         *,
-        offload: str | None = None,
-        checkpoint: str | Mapping[str, Any] | None = None,
-        compile: str | Mapping[str, Any] | None = None,
         config: ZeroConfig | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision: fabric.plugins.precision.Precision | str | Mapping[str, Any] | PrecisionConfig | None = None,
+        precision: fabric.plugins.precision.Precision | keywords.Precision = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
-        **settings: Any,
+        **settings: Unpack[keywords.FabricKeywords],
     ) -> None:
-        if precision is not None and not isinstance(precision, fabric.plugins.precision.Precision):
-            settings["precision"], precision = precision, None
-        self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
+        plugin = precision if isinstance(precision, fabric.plugins.precision.Precision) else None
+        self._given_config = config
+        with names_arguments(config):
+            self.config = settings_of(config, stage=stage, precision=None if plugin else precision, **settings)
+            _refuse_settings_of_the_trainer(self.config)
         strategies.add(self)
-        _refuse_settings_of_the_trainer(self.config)
         self._asked_precision = self.config.precision.name
         self._set_up: list[weakref.ref[Engine]] = []  # the same order on all ranks
         super().__init__(
@@ -78,7 +77,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
-            precision=precision,
+            precision=plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
@@ -133,9 +132,9 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     def setup_module(self, module: Module) -> ZeroModule:
         """Shard ``module`` in place; return it in a ZeroModule. Raise ConfigError on all ranks if it fails.
         Collective."""
-        engine = shard(
-            module, config=with_precision(self.config, self.precision.row), device=self.root_device, node=self._node
-        )
+        config = with_precision(self.config, self.precision.row)
+        with names_arguments(self._given_config):
+            engine = shard(module, config=config, device=self.root_device, node=self._node)
         self._set_up.append(weakref.ref(engine))
         with engine.passes.fence.lowered():
             module.to(self.root_device)  # moves the rest: states of metrics
@@ -156,7 +155,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make ``optimizer`` step its module's shards, and return it. Raise ConfigError on all ranks unless all its
         parameters belong to one sharded module. Collective."""
-        self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
+        with names_arguments(self._given_config):
+            self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
         return optimizer
 
     def engine_of_optimizer(self, optimizer: Optimizer) -> Engine:

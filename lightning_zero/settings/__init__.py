@@ -7,8 +7,11 @@
     names       enums of allowed values, and ConfigError
     values      types of settings, and sizes such as 80GB
     rows        makes settings from keywords, names such as zero3, and other settings
+    keywords    types of the keywords that callers from Python write; made by docs/made.py
+    python      settings as arguments: in signatures, and in messages for callers from Python
 """
 
+from lightning_zero.settings import keywords as keywords
 from lightning_zero.settings.groups import CheckpointConfig as CheckpointConfig
 from lightning_zero.settings.groups import CompileConfig as CompileConfig
 from lightning_zero.settings.groups import OffloadConfig as OffloadConfig
@@ -33,6 +36,8 @@ from lightning_zero.settings.names import StateDtype as StateDtype
 from lightning_zero.settings.names import TensorStyle as TensorStyle
 from lightning_zero.settings.names import choose as choose
 from lightning_zero.settings.names import nearest as nearest
+from lightning_zero.settings.python import Signature as Signature
+from lightning_zero.settings.python import names_arguments as names_arguments
 from lightning_zero.settings.rows import allowed_rows as allowed_rows
 from lightning_zero.settings.rows import candidate_rows as candidate_rows
 from lightning_zero.settings.rows import check_decided as check_decided

@@ -132,11 +132,16 @@ ROWS: dict[str, type[Enum]] = {
 }
 
 
+# Other names that are taken: numbers of stages, and what Trainer(precision=) takes.
+ALSO: dict[str, dict[str, str]] = {
+    "stage": {f"{n}": f"zero{n}" for n in range(4)},
+    "precision": {row.value: row.name for row in Precision} | {"16": "fp16", "32": "fp32", "64": "fp64"},
+}
+
 # What users of other tools may write -> our name.
-OTHER_NAMES = {row.value: row.name for row in Precision} | {f"{n}": f"zero{n}" for n in range(4)}
+OTHER_NAMES = ALSO["precision"] | ALSO["stage"]
 OTHER_NAMES |= {"ddp": "zero0", "fsdp": "zero3", "strategy": "stage", "learning_rate": "lr", "null": "none"}
-OTHER_NAMES |= {"debug": "timeline", "summary": "enable_model_summary"}
-OTHER_NAMES |= {"gpu": "none", "cuda": "none", "16": "fp16", "32": "fp32", "64": "fp64"}
+OTHER_NAMES |= {"debug": "timeline", "summary": "enable_model_summary", "gpu": "none", "cuda": "none"}
 
 
 def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
@@ -153,9 +158,7 @@ def choose(group: str, name: Any) -> Any:
     enum = ROWS[group]
     if isinstance(name, enum):
         return name
-    text = str(name)
-    if group == "stage" and text in {"0", "1", "2", "3"}:
-        text = f"zero{text}"
+    text = ALSO.get(group, {}).get(str(name), str(name))
     if text in enum.__members__:
         return enum[text]
     known, close = ", ".join(enum.__members__), nearest(text, enum.__members__)

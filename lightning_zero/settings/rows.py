@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ from lightning_zero.settings.zero_config import ZeroConfig, check_hybrid_shard, 
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """Make a :class:`ZeroConfig` from ``base`` and the keywords of :class:`~lightning_zero.ZeroStrategy`.
 
-    ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be names (or stage numbers); ``unit``
-    and ``optimizer`` may be mappings. Raises ConfigError for an unknown setting or a bad value.
+    ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be names (or stage numbers), and every
+    group a mapping, or None for no change. Raises ConfigError for an unknown setting or a bad value.
     """
     base = base if base is not None else ZeroConfig()
     known = {f.name: getattr(base, f.name) for f in fields(ZeroConfig)}
@@ -29,6 +30,8 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
                 f"zero.{key}: no such setting; there are {', '.join(sorted(known))}."
                 f"{f' Did you mean {close}?' if close else ''}"
             )
+        if value is None and is_dataclass(known[key]):
+            continue
         if (key, value) == ("precision", "float8"):
             value = {"name": "bf16", "float8": "tensorwise"}
         known[key] = _convert(key, value)
@@ -140,7 +143,12 @@ def _convert(key: str, value: Any) -> Any:
     if not is_group or isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
-        return kind(name=choose(key, value)) if key in ROWS else value  # ZeroConfig refuses a wrong one
+        if key not in ROWS:
+            change = _meant(kind, key, value)
+            raise ConfigError(
+                f"zero.{key}: expected a mapping of settings, or {kind.__name__}, got {value!r}. {change}."
+            )
+        return kind(name=choose(key, value))
     allowed = set(kinds_of(kind))
     unknown = sorted(set(value) - allowed)
     if unknown:
@@ -150,3 +158,13 @@ def _convert(key: str, value: Any) -> Any:
             f"{f' Did you mean {close}?' if close else ''}"
         )
     return kind(**value)
+
+
+def _meant(kind: Any, key: str, value: Any) -> str:
+    """Return the setting of group ``key`` that takes ``value``, alone or in a list, for the end of a message."""
+    for name, given in itertools.product(kinds_of(kind), (list(value) if isinstance(value, tuple) else value, [value])):
+        with contextlib.suppress(ConfigError):
+            kind(**{name: given})
+            shown = str(given).replace("'", "")
+            return f"Write zero.{key}.{name}={shown}"
+    return f"Change zero.{key}"

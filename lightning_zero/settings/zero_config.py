@@ -36,6 +36,13 @@ class ZeroConfig:
     """All settings of the strategy: the group ``zero``.
 
     Attributes:
+        stage: which roles are sharded: a name, a number, or a mapping of settings.
+        precision: the dtype of each role: a name, or a mapping of settings.
+        offload: where each role rests: a name, or a mapping of settings.
+        unit: which modules are units: a mapping of settings.
+        optimizer: how steps are sharded: a mapping of settings.
+        checkpoint: the form of checkpoints: a name, or a mapping of settings.
+        compile: what is compiled: a name, or a mapping of settings.
         prefetch_bytes: bytes of parameters that may be gathered ahead of compute. One unit of any size is always
             gathered ahead, unless this is 0.
         keep_gathered_bytes: bytes of units that may stay gathered between forward and backward, which saves their

@@ -35,7 +35,7 @@ from lightning_zero.lightning_api import (
     is_local,
     pl,
 )
-from lightning_zero.settings import ConfigError
+from lightning_zero.settings import ConfigError, names_arguments
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
 from lightning_zero.trainer.saves.job_checkpoints import in_own_job
 
@@ -93,7 +93,8 @@ class Forking:
         if os.environ.get(_THREADS, "").isdigit():  # torch read the variable before it was changed
             torch.set_num_threads(int(os.environ[_THREADS]))
         try:
-            super()._wrapping_function(*args, **kwargs)  # type: ignore[misc]
+            with names_arguments(self._strategy._given_config):
+                super()._wrapping_function(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             self._strategy._end_forked(failed=True)
             raise
@@ -104,7 +105,7 @@ class StartLauncher(ScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None and not self.cluster_environment.creates_processes_externally:
             _check_checkpoint(trainer, function, args, kwargs)
-        with in_own_job(trainer) if trainer is not None else contextlib.nullcontext():
+        with _names_as_given(trainer), in_own_job(trainer) if trainer is not None else contextlib.nullcontext():
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -116,7 +117,7 @@ class ForkLauncher(Forking, ForkingLauncher):
         engine = engine_of(module) if module is not None else None
         if engine is not None:
             engine.release()
-        with self._fit_to_fork():
+        with _names_as_given(trainer), self._fit_to_fork():
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
@@ -137,6 +138,11 @@ class ForkLauncher(Forking, ForkingLauncher):
 
 
 TRAINERS = (StartLauncher, ForkLauncher)
+
+
+def _names_as_given(trainer: pl.Trainer | None) -> contextlib.AbstractContextManager[None]:
+    strategy: Any = None if trainer is None else trainer.strategy
+    return names_arguments(getattr(strategy, "_given_config", None))
 
 
 def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> None:

@@ -27,7 +27,7 @@ from lightning_zero.planning.topology import check_groups
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation, own_environment
 from lightning_zero.ranks.waits import Waits
-from lightning_zero.settings import ConfigError, ZeroConfig
+from lightning_zero.settings import ConfigError, ZeroConfig, names_arguments
 from lightning_zero.tiers.limits import available_cpus
 from lightning_zero.trainer import launchers
 from lightning_zero.trainer.settings import RunPlan
@@ -42,6 +42,7 @@ class Processes:
     """Base class of the Trainer's and Fabric's strategies: starts and ends processes. For ``run_plan`` see RunPlan."""
 
     config: ZeroConfig
+    _given_config: ZeroConfig | None  # the argument ``config``
     cluster_environment: ClusterEnvironment | None
     _launchers: ClassVar[tuple[Any, Any]]  # for "popen" and for "fork"
     if TYPE_CHECKING:  # Lightning's
@@ -123,7 +124,8 @@ class Processes:
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._set_world_ranks()
-        check_groups(self.config, self.num_nodes * self.num_processes)
+        with names_arguments(self._given_config):
+            check_groups(self.config, self.num_nodes * self.num_processes)
         if self.global_rank == 0 and self.num_nodes > 1 and self.num_processes % self.config.tensor_parallel:
             warnings.warn(
                 f"zero.tensor_parallel={self.config.tensor_parallel}: with {self.num_processes} rank(s) on a node some "

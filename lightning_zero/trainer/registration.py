@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Container, Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -39,7 +41,26 @@ def _fill(module: ModuleType) -> None:
     for name, row in PRESETS.items():
         if name not in registry:
             text = f"ZeRO: stage={row.stage}, offload={row.offload}, start_method={row.start_method}"
-            registry.register(name, partial(_make_strategy, module.__name__, name), description=text)
+            known = _Name(name)
+            known.registry = registry
+            registry.register(known, partial(_make_strategy, module.__name__, name), description=text)
+
+
+class _Name(str):
+    """A preset's name in a registry. Lightning compares all registered names with one that is not, which it refuses:
+    then the nearest preset says that it may be meant."""
+
+    registry: Container[str] = ()
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not str or str.__eq__(self, other) or other in self.registry:
+            return str.__eq__(self, other)
+        if difflib.get_close_matches(other, PRESETS, n=1, cutoff=0.75) == [str(self)]:
+            presets = ", ".join(PRESETS)
+            warnings.warn(f"strategy={other!r}: did you mean {str(self)!r}? Presets are {presets}.", stacklevel=2)
+        return False
+
+    __hash__ = str.__hash__
 
 
 def _make_strategy(module: str, name: str) -> Any:

@@ -48,19 +48,11 @@ class RunPlan:
     held: Sequence[tuple[str, str, int, int | None]] = ()
 
 
-def settings_of(
-    config: ZeroConfig | None,
-    stage: int | str | None,
-    offload: str | None,
-    checkpoint: str | Mapping[str, Any] | None,
-    compile: str | Mapping[str, Any] | None,
-    settings: Mapping[str, Any],
-) -> ZeroConfig:
-    """Return ``config``, changed by those other arguments that are not None. Raise ConfigError for bad settings."""
+def settings_of(config: ZeroConfig | None, **settings: Any) -> ZeroConfig:
+    """Return ``config``, changed by ``settings``, the keywords of a strategy. Raise ConfigError for bad settings."""
     # torch 2.13 warns on every rank about Lightning's own code, which users cannot change.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-    rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
-    config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
+    config = make_config(config, **settings)
     check_prefetch(config)
     check_compiler(config.compile)
     check_torchao(config.precision)

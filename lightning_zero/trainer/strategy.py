@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -31,7 +31,18 @@ from lightning_zero.lightning_api import (
 from lightning_zero.mesh.plans import mesh_for, split_module
 from lightning_zero.planning.memory import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
-from lightning_zero.settings import ConfigError, LossMean, ZeroConfig, for_layout, is_decided, parse_bytes, with_rows
+from lightning_zero.settings import (
+    ConfigError,
+    LossMean,
+    Signature,
+    ZeroConfig,
+    for_layout,
+    is_decided,
+    keywords,
+    names_arguments,
+    parse_bytes,
+    with_rows,
+)
 from lightning_zero.sharding import shard
 from lightning_zero.trainer import interruptions, loops
 from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
@@ -60,10 +71,9 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (default), 0 .. 3, or ``"auto"``, the fastest stage that fits in memory.
-        offload: the name of a choice of ``zero/offload``, such as ``"cpu"``.
-        checkpoint, compile: the name of a choice of ``zero/checkpoint`` or ``zero/compile``, or a mapping of settings.
         config: a whole :class:`ZeroConfig`; other arguments override its fields.
-        settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
+        settings: fields of :class:`ZeroConfig`, such as ``offload="cpu"``, ``prefetch_bytes="64MB"`` or
+            ``unit={"classes": ["Block"]}``.
         timeout: of the process group's collectives; default: torch's, but on gloo ``zero.stall_timeout_s``.
         start_method: ``"popen"`` starts processes by running the script again; ``"fork"`` is for notebooks.
 
@@ -76,15 +86,13 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     Other arguments are those of every Lightning strategy.
     """
 
+    __signature__ = Signature()
     _launchers: ClassVar = TRAINERS
 
     def __init__(
         self,
-        stage: int | str | None = None,
+        stage: keywords.Stage = None,
         *,
-        offload: str | None = None,
-        checkpoint: str | Mapping[str, Any] | None = None,
-        compile: str | Mapping[str, Any] | None = None,
         config: ZeroConfig | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -94,14 +102,16 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
-        **settings: Any,
+        **settings: Unpack[keywords.Keywords],
     ) -> None:
-        self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
+        self._given_config = config
+        with names_arguments(config):
+            self.config = settings_of(config, stage=stage, **settings)
+            refuse_writer(checkpoint_io, self.config.checkpoint)
         strategies.add(self)
         self._asked_precision = self.config.precision.name
         self._module: pl.LightningModule | None = None
         self._given_offload = self.config.offload  # has the settings of rows that restage() may choose later
-        refuse_writer(checkpoint_io, self.config.checkpoint)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -163,6 +173,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         """Wait until all background saves are on disk. Raise on all ranks if one has failed. Collective."""
         self._checkpoints.finish_writes()
 
+    @names_arguments()
     def restage(self, stage: int | str | None = None, offload: str | Mapping[str, Any] | None = None) -> None:
         """Change the stage, the choice of ``zero/offload``, or both, between two steps or between two fits. Collective.
 
