@@ -377,9 +377,9 @@ def cases(models: list[str], stages: list[int], worlds: list[int]) -> list[Case]
 
 def print_layout(model: str) -> None:
     """The units of a model, and the buckets of one block."""
-    from lightning_zero.config import Precision, make_config
     from lightning_zero.engine.units.describe import describe_units
     from lightning_zero.planning.choose import human_bytes
+    from lightning_zero.settings import Precision, make_config
 
     units = describe_units(make_model(MODELS[model]), make_config(), Precision.bf16)
     print(f"\n{model}: {len(units)} units with {sum(len(u.buckets) for u in units)} buckets, gathered in bf16")

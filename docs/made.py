@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for `mkdocs`, which does not look into the current folder
 
-from lightning_zero.config import MIB, ZeroConfig  # noqa: E402
+from lightning_zero.settings import MIB, ZeroConfig  # noqa: E402
 
 BEGIN, END = "<!-- made from the code by `make docs` -->", "<!-- end -->"
 # Pages of the site that lie outside of docs/, by their name there.
@@ -45,7 +45,6 @@ MORE = {
     "zero.optimizer.state_dtype": "offload.md#state-in-bf16-or-8-bits",
     "zero/compile": "#torchcompile",
     "zero.timeline": "monitoring.md#timeline",
-    "zero.vertical_chunks": "vertical_accumulation.md",
     "zero.init_from": "checkpoints.md#hugging-face",
     "zero.gather_after_fit": "parameters.md#after-a-run",
     "zero.sequence_parallel": "long_sequences.md",

@@ -11,7 +11,7 @@ from lightning.pytorch import seed_everything
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="vision")

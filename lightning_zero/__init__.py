@@ -20,7 +20,6 @@ if importlib.util.find_spec("torch") is None:
 
 if TYPE_CHECKING:
     from lightning_zero.checkpoint.hugging_face.export import stream as stream
-    from lightning_zero.config import ZeroConfig as ZeroConfig
     from lightning_zero.engine import clip_grad_norm_ as clip_grad_norm_
     from lightning_zero.engine import gather as gather
     from lightning_zero.engine import grad_norm as grad_norm
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_zero.sequence.part import SequencePart as SequencePart
     from lightning_zero.sequence.part import mean_over_tokens as mean_over_tokens
     from lightning_zero.sequence.part import sequence_positions as sequence_positions
+    from lightning_zero.settings import ZeroConfig as ZeroConfig
     from lightning_zero.sharding import shard as shard
     from lightning_zero.trainer.callbacks.monitor import ZeroMonitor as ZeroMonitor
     from lightning_zero.trainer.precision import ZeroPrecision as ZeroPrecision
@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ZeroStrategy": "lightning_zero.trainer.strategy",
     "ZeroFabricStrategy": "lightning_zero.fabric.strategy",
-    "ZeroConfig": "lightning_zero.config",
+    "ZeroConfig": "lightning_zero.settings",
     "ZeroPrecision": "lightning_zero.trainer.precision",
     "ZeroMonitor": "lightning_zero.trainer.callbacks.monitor",
     "chunked_loss": "lightning_zero.layerwise.loss",

@@ -26,7 +26,7 @@ def main() -> None:
         )
         sys.exit(0 if sys.argv[1:] else 2)
     if sys.argv[1:] and not re.search("=|^[-~]", word := sys.argv[1]) and word not in COMMANDS:
-        from lightning_zero.config import nearest
+        from lightning_zero.settings import nearest
 
         close = nearest(word, COMMANDS)
         change = f"Did you mean {close}?" if close else "A setting is written key=value."

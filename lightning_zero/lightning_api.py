@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.utils import get_protocol  # type: ignore[import-untyped]
 
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 
 _NAMES = ("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")
 _first, _second = (any(name in sys.modules for name in names) for names in _NAMES)

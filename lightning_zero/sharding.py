@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, Sharding, ZeroConfig, check_decided, make_config
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.interception import AroundStep
@@ -33,6 +32,7 @@ from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
 from lightning_zero.mesh.plans import split_module
 from lightning_zero.optimizers.refused import check_optimizer
 from lightning_zero.ranks.progress import LongWork
+from lightning_zero.settings import ConfigError, Sharding, ZeroConfig, check_decided, make_config
 
 
 def shard(

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tests.structure import imports_of, modules, name_of, nodes, private_names_of_lightning
 
-LAYERS = ["config", "planning", "device", "tiers", "lightning_api", "ranks", "comm", "sequence", "optimizers"]
+LAYERS = ["settings", "planning", "device", "tiers", "lightning_api", "ranks", "comm", "sequence", "optimizers"]
 LAYERS += ["mesh", "pretrained", "timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric"]
 LAYERS += ["report", "app"]
 DOORS = {"train", "plan", "submit", "replay", "env", "__main__"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
-TOP_LEVEL = {"config": "config", "presets": "config", "sharding": "layerwise"} | dict.fromkeys(DOORS, "app")
+TOP_LEVEL = {"settings": "settings", "presets": "settings", "sharding": "layerwise"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.instantiate"}
 USES_HYDRA |= {"app.sweep", "app.replay"}
 MOST_REPLACED = 23  # methods of Lightning's that objects of a run override
@@ -116,7 +116,7 @@ def test_classes_of_lightning_stay_as_they_are() -> None:
 
 
 def test_only_entry_points_know_hydra_and_planning_no_process_group() -> None:
-    assert not [path for path in in_layer("config", "planning") if "torch.distributed" in path.read_text()]
+    assert not [path for path in in_layer("settings", "planning") if "torch.distributed" in path.read_text()]
     for path in modules():
         if name_of(path) not in USES_HYDRA:
             assert not imports_package(path, "hydra", "omegaconf")

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import lightning_zero
 from lightning_zero.app.schema import register_schema
-from lightning_zero.config import ZeroConfig
 from lightning_zero.presets import PRESETS
+from lightning_zero.settings import ZeroConfig
 from tests.harness import ROOT, run_command
 from tests.structure import count_keys, modules
 
@@ -42,7 +42,7 @@ def settings() -> frozenset[str]:
             found.add(f"{path}{key}")
             walk(inner, f"{path}{key}.")
 
-    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+    with initialize_config_module("lightning_zero.conf.app", version_base="1.3"):
         others = (["callbacks=early_stopping", "logger=many"], ["model=hf"], ["model=llama"], ["data=dataset"])
         for job in (*map(compose, ("train", "plan", "submit")), *(compose("train", other) for other in others)):
             walk(OmegaConf.to_container(job, resolve=False), "")
@@ -127,7 +127,7 @@ def test_mappings_for_the_command_line_are_as_hydra_reads_them() -> None:
     files = [*PAGES, *(ROOT / "lightning_zero").rglob("*.py")]
     found = [each for file in files for each in re.findall(r"'(\+?zero\.[\w.]+=\{[^'\n]*)'", file.read_text())]
     assert len(found) >= 2
-    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+    with initialize_config_module("lightning_zero.conf.app", version_base="1.3"):
         for override in found:
             assert compose("train", [override]).zero.tensor_plan
 

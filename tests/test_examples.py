@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -74,6 +76,35 @@ def test_vision_with_hydra_refuses_in_our_words(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "error: zero.prefetch_bytes: expected a number >= 0, got -1" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def said_by_hydra_project() -> tuple[list[str], list[str]]:
+    """The commands of docs/hydra_project.md, and what it says that they print."""
+    text = (ROOT / "docs" / "hydra_project.md").read_text().replace(" \\\n", " ")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    commands = [line for kind, block in blocks if kind == "bash" for line in block.splitlines()]
+    return commands, [line for kind, block in blocks if not kind for line in block.splitlines()]
+
+
+@pytest.mark.full
+def test_the_hydra_project_does_what_its_page_says(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES / "template", tmp_path / "template", ignore=shutil.ignore_patterns("outputs"))
+    commands, said = said_by_hydra_project()
+    assert commands.pop(0) == "cd examples/template"
+    shown, losses = "", []
+    for command in commands:
+        code = int(command.endswith("train.py zero/stage=zero2") or command.endswith("+zero/stage=zero2"))
+        done = run_command(*shlex.split(command), folder=tmp_path / "template", code=code, CUDA_VISIBLE_DEVICES="")
+        shown += done.stdout + done.stderr
+        losses += re.findall(r"^(\w+).*: validation loss (\S+) after (\d+) steps$", done.stdout, re.MULTILINE)
+    for line in said:
+        assert all(part in shown for part in re.split(r"(?:^ConfigError: )|\.\.\.$", line)), line
+    assert len(losses) == 8 and [steps for *_, steps in losses] == ["16"] * 7 + ["24"]
+    plain = float(losses[0][1])
+    assert losses[0][0] == "DDPStrategy" and {name for name, *_ in losses[1:]} == {"ZeroStrategy"}
+    fp32 = [float(losses[n][1]) for n in (1, 2, 5, 6)]  # zero2, zero3 with offload, and the two of the sweep
+    assert fp32 == pytest.approx([plain] * 4, abs=2e-6)
+    assert 0 < abs(float(losses[3][1]) - plain) < 0.01  # bf16
 
 
 @pytest.mark.full

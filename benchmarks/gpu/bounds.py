@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.gpu.plan import Row
-from lightning_zero.config import Offload, Stage
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, place
 from lightning_zero.planning.placement import OFFLOADS, STAGES
 from lightning_zero.planning.speed import Work, work_of
+from lightning_zero.settings import Offload, Stage
 
 RESOURCES = {  # of what is moved: under which name its seconds are counted, and at which measured rate
     "device_memory": ("compute", "device_copy"),

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.gpu.plan import Part, Row, Size
-from lightning_zero.config import Offload, Stage
-from lightning_zero.config.settings import ZeroConfig
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, Itemsizes, place
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
+from lightning_zero.settings import Offload, Stage
+from lightning_zero.settings.zero_config import ZeroConfig
 
 GIB = 1 << 30
 LIBRARIES_NBYTES = GIB  # of each process: CUDA's context, cuBLAS, NCCL

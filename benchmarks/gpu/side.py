@@ -34,9 +34,9 @@ from benchmarks import rates
 from benchmarks.gpu import exact, fit, trace
 from benchmarks.gpu.model import Block, loss_of, make_model
 from benchmarks.gpu.plan import Size
-from lightning_zero.config import MIB
 from lightning_zero.planning import memory
 from lightning_zero.planning.placement import Tier
+from lightning_zero.settings import MIB
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 
 BATCHES = 4  # different ones, in turn

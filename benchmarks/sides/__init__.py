@@ -12,8 +12,8 @@ from torch import nn
 
 from benchmarks.sides import deep_speed, ours, peers
 from benchmarks.sides.side import COMPILED, Side
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes.compiled import find_compiler
+from lightning_zero.settings import ConfigError
 
 
 def build(name: str, model: nn.Module, precision: str) -> Side:

@@ -8,6 +8,7 @@
     plan         the memory plan of a run            plan_model, plan_tables, plan_picture  its model and output
     submit       starts a run as a SLURM job         jobs       a run inside a cluster's job
     slurm        scripts and settings for SLURM      sweep      sweeps and their table
+    own_values   what the user has set               unread     refuses settings that other apps do not read
     replay       runs steps of a run again
     convert      checkpoints in another form         env, check  reports and tests the machine
 """

@@ -22,13 +22,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_zero
-from lightning_zero.config import Offload, allowed_rows
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import gpu_count
 from lightning_zero.models.gpt import GPT
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import Tier
+from lightning_zero.settings import Offload, allowed_rows
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 
 STEPS = 4

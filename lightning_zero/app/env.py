@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.config import ConfigError
 from lightning_zero.planning.choose import human_bytes
+from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.limits import available_cpus, available_host_memory, lines_of
 
 VARIABLES = re.compile(

@@ -11,8 +11,8 @@ from hydra._internal.utils import _locate
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from lightning_zero.config import ConfigError, nearest
 from lightning_zero.ranks.started_by import launched
+from lightning_zero.settings import ConfigError, nearest
 
 INSTALL = {"logger": " pip install 'lightning-zero[loggers]' brings those of logger=..."}  # by group
 TYPES = {bool: "true or false", int: "a whole number", float: "a number", NoneType: "null"}  # in messages

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, cast
 from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
 from lightning_zero.app.sweep import overrides_of, quoted
-from lightning_zero.config import ConfigError, make_folder
 from lightning_zero.ranks.resume import checkpoint_of_job, job_name
 from lightning_zero.ranks.started_by import launched
+from lightning_zero.settings import ConfigError, make_folder
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

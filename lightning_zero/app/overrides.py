@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_module
@@ -22,7 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.config import ConfigError, nearest
+from lightning_zero.settings import ConfigError, nearest
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 NO_NAME = "Config group override must be"  # start of Hydra's message for zero/stage=3 without the group
@@ -159,24 +158,21 @@ def meant(given: str, conf: _Conf, options: list[str] | None = None) -> str:
         if not value:
             return there
     elif group not in conf.groups and (below := conf.inside(path)):
+        for inner, files in conf.groups.items():
+            if inner.startswith(f"{group}/") and (choice := nearest(value, files, exact=True)):
+                return f"Did you mean {inner}={choice}?"
         return f"There are {', '.join(below)} in {path}."
     right = f"{'~' * given.startswith('~')}{group if group in conf.groups else path}{equals}{value}"
     return f"Did you mean {right}? {there}".rstrip() if right != given else ""
 
 
 def _known(config_name: str) -> _Conf:
-    import lightning_zero.conf
-
     GlobalHydra.instance().clear()
-    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+    with initialize_config_module("lightning_zero.conf.app", version_base="1.3"):
         cfg = compose(config_name, return_hydra_config=True)
+        options = GlobalHydra.instance().config_loader().get_group_options
+        groups = {group: options(group) for group in cfg.hydra.runtime.choices if not group.startswith("hydra/")}
     GlobalHydra.instance().clear()
-    folder = Path(next(iter(lightning_zero.conf.__path__)))
-    groups = {
-        group: sorted(file.stem for file in (folder / group).glob("*.yaml"))
-        for group in cfg.hydra.runtime.choices
-        if (folder / group).is_dir()
-    }
     settings = {group.replace("/", ".") for group in groups}
 
     def walk(value: Any, path: str) -> None:

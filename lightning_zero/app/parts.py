@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.app.instantiate import accepted_arguments, build, build_all, check_values, is_first
+from lightning_zero.app.instantiate import build, build_all, check_values, is_first
 from lightning_zero.app.schema import Task, TrainConfig
-from lightning_zero.config import ConfigError, Precision, nearest
 from lightning_zero.planning.topology import check_groups
+from lightning_zero.settings import ConfigError, Precision, nearest
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -73,30 +73,26 @@ def build_optimizer(config: TrainConfig) -> Any:
 
 
 def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
-    """Build the LightningModule of the group ``model``, with the optimizer if it takes one.
-
-    The group's defaults are arguments of our ``LitGPT``. A user's class gets only those that it takes. Arguments on
-    the command line (``explicit``) are never dropped.
-    """
-    from lightning_zero.models.gpt import LitGPT
-
+    """Build the LightningModule of the group ``model``, with the optimizer if it takes one."""
     optimizer = build_optimizer(config) if config.optimizer else None
     asked_for_optimizer = any(k == "optimizer" or k.startswith("optimizer.") for k in explicit)
-    given = {k.removeprefix("model.") for k in explicit if k.startswith("model.")}
-    return build(
-        "model",
-        config.model,
-        droppable=_defaults_of(LitGPT, config.model) - given,
-        extra={"optimizer": optimizer},
-        needs_extra={"optimizer"} if asked_for_optimizer else set(),
-    )
+    needed = {"optimizer"} if asked_for_optimizer else set()
+    return _build_part("model", config.model, explicit, extra={"optimizer": optimizer}, needs_extra=needed)
 
 
 def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
-    from lightning_zero.data.text import TextData
+    return _build_part("data", config.data, explicit)
 
-    given = {k.removeprefix("data.") for k in explicit if k.startswith("data.")}
-    return build("data", config.data, droppable=_defaults_of(TextData, config.data) - given)
+
+def _build_part(group: str, node: dict[str, Any], explicit: set[str], **extra: Any) -> Any:
+    """Build ``node``. Arguments of ours that its class does not take are dropped: an experiment may set them for the
+    class of another file. Those that the user gave (``explicit``) are never dropped."""
+    target = str(node.get("_target_"))
+    if is_first() and not target.startswith("lightning_zero."):
+        values = ", ".join(f"{key}={value!r}" for key, value in node.items() if key != "_target_")
+        print(f"note: {target} gets {values or 'none'} of {group}.*: what you have set.", flush=True)
+    given = {key.split(".")[1] for key in explicit if key.startswith(f"{group}.")}
+    return build(group, node, droppable=set(node) - given, **extra)
 
 
 def build_loggers(config: TrainConfig) -> list[Any]:
@@ -121,12 +117,6 @@ def _log_in(key: str) -> None:
             f"{key}: expected an account of wandb, got none: {error} Log in by wandb login or WANDB_API_KEY, or give "
             f"{key}.offline=true."
         ) from error
-
-
-def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
-    """Return arguments that may be dropped: those of ``ours`` if ``node`` names another class, else none."""
-    is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
-    return set() if is_ours else accepted_arguments(ours) or set()
 
 
 def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) -> None:

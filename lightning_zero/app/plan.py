@@ -23,8 +23,6 @@ from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.plan_picture import check_picture, draw
 from lightning_zero.app.plan_tables import TIER_NAMES, Described, is_chosen, rates_line, show, title_of
 from lightning_zero.app.schema import MachineConfig, TrainConfig
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig, allowed_rows
-from lightning_zero.config.values import positive
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.choose import Choice, choose_row
 from lightning_zero.planning.fit import Advice, Machine, Row, advise, best, plan_row
@@ -32,6 +30,8 @@ from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, Rates
 from lightning_zero.planning.topology import check_groups
+from lightning_zero.settings import ConfigError, Offload, OffloadConfig, ZeroConfig, allowed_rows
+from lightning_zero.settings.values import positive
 
 EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture")
 
@@ -222,7 +222,7 @@ def _budgets(config: TrainConfig, offload: Offload) -> OffloadConfig:
     return config.zero.offload if offload is config.zero.offload.name else OffloadConfig()
 
 
-@hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="plan")
+@hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf.app", config_name="plan")
 def _task(cfg: DictConfig) -> None:
     with train.refusals():
         OmegaConf.set_struct(cfg, False)

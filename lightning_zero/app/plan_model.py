@@ -26,7 +26,6 @@ from lightning_zero.app.parts import (
 )
 from lightning_zero.app.plan_tables import Described
 from lightning_zero.app.schema import TrainConfig
-from lightning_zero.config import ConfigError, Precision, Recompute, Sharding, for_layout, make_config
 from lightning_zero.engine.torch_modes import default_dtype
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup, describe_units
 from lightning_zero.mesh.plans import device_mesh, split_module
@@ -35,6 +34,7 @@ from lightning_zero.optimizers.known import states_after_step
 from lightning_zero.optimizers.refused import is_stepped_whole
 from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.planning.tensor_states import TensorStates
+from lightning_zero.settings import ConfigError, Precision, Recompute, Sharding, for_layout, make_config
 from lightning_zero.trainer.memory.activations import NotMeasured, measure, measure_sizes
 from lightning_zero.trainer.memory.auto_row import batch_from, planned_model
 from lightning_zero.trainer.memory.fake_module import parameters_on_meta

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.app.plan_tables import TIER_NAMES, is_chosen, short_bytes
-from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.choose import Choice
 from lightning_zero.planning.fit import Machine, Row
 from lightning_zero.planning.memory import on_tier
 from lightning_zero.planning.placement import Tier
+from lightning_zero.settings import ConfigError, ZeroConfig
 
 SUFFIXES = (".png", ".svg")
 # Okabe and Ito's palette, for readers with a colour vision deficiency.

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.filesize import pick_unit_and_suffix
 from rich.table import Table
 
-from lightning_zero.config import ZeroConfig
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.choose import Choice, human_bytes, seconds_text
 from lightning_zero.planning.fit import Advice, Machine, Model, Row, best
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import Rates
+from lightning_zero.settings import ZeroConfig
 
 WIDTH = 120  # columns if the output is not a terminal
 

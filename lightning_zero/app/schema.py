@@ -1,4 +1,4 @@
-"""The typed schema of the Hydra groups. Imports no torch, because the plugin loads it into every Hydra app."""
+"""The typed schema of our own commands. Imports no torch, so that a mistake is named at once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import BooleanNode, IntegerNode, OmegaConf, StringNode
 
 from lightning_zero.app.slurm.cluster import ClusterConfig
-from lightning_zero.config import ConfigError, ZeroConfig, parse_bytes
 from lightning_zero.planning.speed import Rates
 from lightning_zero.ranks.resume import job_name
+from lightning_zero.settings import ConfigError, ZeroConfig, parse_bytes
 
 TRAIN_SCHEMA = "lightning_zero_train"
 PLAN_SCHEMA = "lightning_zero_plan"
@@ -109,9 +109,9 @@ def run_name() -> str:
 
 
 def register_schema() -> None:
-    """Register the schema and a resolver with Hydra. Another call changes nothing.
+    """Register the schema of our own commands, their launcher and a resolver with Hydra. Another call changes nothing.
 
-    Other apps add ``zero: schema`` to their defaults list, so that Hydra checks their group ``zero``.
+    The schema of the group ``zero``, which every app may compose, is registered by the Hydra plugin.
     """
     store = ConfigStore.instance()
     store.store(name=TRAIN_SCHEMA, node=TrainConfig, provider="lightning_zero")
@@ -126,7 +126,6 @@ def register_schema() -> None:
     store.store(name=PLAN_SCHEMA, node=plan, provider="lightning_zero")
     submit = {"machine": MachineConfig, "dry_run": BooleanNode(False)}
     store.store(name=SUBMIT_SCHEMA, node=submit, provider="lightning_zero")
-    store.store(group="zero", name="schema", node=ZeroConfig, provider="lightning_zero")
     # Run each job of a sweep in its own process: lightning_zero/app/sweep.py.
     processes = {"_target_": "hydra_plugins.lightning_zero_plugin.ProcessLauncher"}
     store.store(group="hydra/launcher", name="processes", node=processes, provider="lightning_zero")

@@ -29,7 +29,11 @@ from lightning_zero.app.plan_tables import advice_lines, after_run_line, short_b
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
-from lightning_zero.config import (
+from lightning_zero.planning.choose import choose_row
+from lightning_zero.planning.fit import Advice, Machine, advise, plan_row
+from lightning_zero.planning.placement import Tier
+from lightning_zero.planning.speed import CPU_RATES, GPU_RATES
+from lightning_zero.settings import (
     ConfigError,
     HybridShard,
     OffloadConfig,
@@ -38,10 +42,6 @@ from lightning_zero.config import (
     candidate_rows,
     is_decided,
 )
-from lightning_zero.planning.choose import choose_row
-from lightning_zero.planning.fit import Advice, Machine, advise, plan_row
-from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.speed import CPU_RATES, GPU_RATES
 
 EXTRA_KEYS = ("machine", "dry_run")
 PLENTY = 2**60  # bytes that stand for a memory of unknown size
@@ -212,7 +212,7 @@ def run(config: TrainConfig, asked: MachineConfig, *, arguments: list[str], run_
     print(f"job: {job}\nrun folder: {folder}\nlog: {script.log_path(run_dir, job)}", flush=True)
 
 
-@hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="submit")
+@hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf.app", config_name="submit")
 def _task(cfg: DictConfig) -> None:
     with train.refusals():
         OmegaConf.set_struct(cfg, False)

@@ -22,10 +22,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero.app.jobs import command_to_go_on, decided
 from lightning_zero.app.schema import Task, TrainConfig
-from lightning_zero.config import ConfigError, nearest
 from lightning_zero.ranks.rendezvous import versions
 from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.report import results
+from lightning_zero.settings import ConfigError, nearest
 from lightning_zero.trainer.strategy import ZeroStrategy
 from lightning_zero.trainer.summary import setup_of
 

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -38,6 +37,8 @@ from lightning_zero.app.jobs import (
     slurm_plugins,
 )
 from lightning_zero.app.overrides import FULL_ERROR, check_keys, explain, explain_flag, hydra_prints, hydra_raises
+from lightning_zero.app.own_values import drop_values_of_ours
+from lightning_zero.app.own_values import explicit_keys as explicit_keys
 from lightning_zero.app.parts import (
     OUR_DATA,
     TEXT_DATA,
@@ -48,10 +49,10 @@ from lightning_zero.app.parts import (
     check_data,
 )
 from lightning_zero.app.schema import Task, TrainConfig, register_schema
-from lightning_zero.config import ConfigError
 from lightning_zero.data.sources import check_path
 from lightning_zero.ranks.resume import REFUSED, write_outcome
 from lightning_zero.ranks.started_by import launched
+from lightning_zero.settings import ConfigError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -85,11 +86,6 @@ def number_of_nodes(trainer: Mapping[str, Any]) -> int:
     """Return ``trainer.num_nodes`` if set, else the launcher's number of nodes (torchrun may change it), else 1."""
     place = launched()
     return trainer.get("num_nodes") or (place.nodes if place is not None else None) or 1
-
-
-def explicit_keys() -> set[str]:
-    """Return the keys of settings and groups that the command line sets, such as ``zero/stage``."""
-    return {re.split(r"[=@]", o.lstrip("+~"))[0] for o in HydraConfig.get().overrides.task}
 
 
 def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
@@ -271,17 +267,13 @@ def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
 def _quieten(task: Task) -> None:
     logging.getLogger("lightning").handlers.clear()  # Hydra's handlers exist already: every line would be printed twice
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
-    for message in (
-        r".*isinstance\(treespec, LeafSpec\)",
-        r".*Using `DistributedSampler` with the dataloaders",
-        r"The `srun` command is available",
-    ):
+    for message in (r".*Using `DistributedSampler` with the dataloaders", r"The `srun` command is available"):
         warnings.filterwarnings("ignore", message=message)
     if task is not Task.fit:  # nothing is saved in the other run folder
         warnings.filterwarnings("ignore", message=r"The dirpath has changed from")
 
 
-@hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="train")
+@hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf.app", config_name="train")
 def _task(cfg: DictConfig) -> float | None:
     with refusals():
         return run(train_config(cfg))
@@ -291,6 +283,7 @@ def _task(cfg: DictConfig) -> float | None:
 def train_config(cfg: DictConfig) -> TrainConfig:
     """Return Hydra's configuration as a :class:`TrainConfig`. Raise ConfigError for unknown keys and wrong values."""
     check_keys(cfg)
+    drop_values_of_ours(cfg)
     config = OmegaConf.to_object(cfg)  # runs every __post_init__
     assert isinstance(config, TrainConfig)
     for key, bound in LEAST.items():

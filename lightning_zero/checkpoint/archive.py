@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_zero.checkpoint.durable import write_at
-from lightning_zero.config import MIB
 from lightning_zero.ranks.progress import SILENT, Did, LongWork
+from lightning_zero.settings import MIB
 from lightning_zero.tiers.pages import byte_view
 
 CHUNK_NBYTES = 16 * MIB

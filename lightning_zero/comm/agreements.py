@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lightning_zero.comm.groups import GROUP_POOL, backend_for
 from lightning_zero.comm.transports import all_gather_single
-from lightning_zero.config import ConfigError
 from lightning_zero.ranks.messages import dumps, loads
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.ranks.watchdog import Watchdog
+from lightning_zero.settings import ConfigError
 
 T = TypeVar("T")
 

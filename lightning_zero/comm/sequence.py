@@ -20,10 +20,10 @@ from torch import Tensor
 
 from lightning_zero.comm.agreements import gather_objects, gather_on
 from lightning_zero.comm.groups import backend_for, host_backend, make_group
-from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.planning.topology import sequence_group_of
 from lightning_zero.ranks.waits import Waits
+from lightning_zero.settings import ConfigError
 
 HEADS = "the exchange of heads around attention"
 TOKENS = "a sum over the tokens of a sequence"

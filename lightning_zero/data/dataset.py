@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import LanguageData
 from lightning_zero.data.sources import find_sources
 from lightning_zero.data.text import check_enough, check_whole_number
+from lightning_zero.settings import ConfigError
 
 Encode = Callable[[list[str]], list[list[int]]]
 

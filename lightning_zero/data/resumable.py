@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_zero.config import ConfigError
 from lightning_zero.device.cuda import gpu_count
+from lightning_zero.settings import ConfigError
 
 
 class ShuffledFrom(DistributedSampler[Any]):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 
 HEAD_NBYTES = 8192  # a file without NUL in its first bytes is text
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})

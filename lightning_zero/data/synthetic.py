@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import LanguageData
 from lightning_zero.data.text import check_whole_number
+from lightning_zero.settings import ConfigError
 
 BRANCHES = 4  # tokens that may follow a token
 

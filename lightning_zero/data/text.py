@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import LanguageData
 from lightning_zero.data.sources import find_sources, open_source
+from lightning_zero.settings import ConfigError
 
 SEGMENT_CHUNKS = 16
 MIN_SEGMENTS = 50  # short texts get shorter segments

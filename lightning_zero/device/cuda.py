@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.config import ConfigError
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.device.host_threads import allowed_cores, bind_to
+from lightning_zero.settings import ConfigError
 
 
 class Cuda(Accelerator):

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engine_of, engines
 from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimizer_state
 from lightning_zero.engine.whole.whole_params import show_gathered
+from lightning_zero.settings import ConfigError
 
 __all__ = [
     "Engine",

@@ -9,7 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from lightning_zero.config import (
+from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, compile_with
+from lightning_zero.engine.passes.passes import Passes
+from lightning_zero.engine.passes.recompute import Context, InputsOnHost, Recomputation, UnitForward, check_blocks
+from lightning_zero.engine.units import describe
+from lightning_zero.engine.units.unit import Unit
+from lightning_zero.settings import (
     Compile,
     ConfigError,
     Precision,
@@ -19,11 +24,6 @@ from lightning_zero.config import (
     check_state_dtype,
     make_folder,
 )
-from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, compile_with
-from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.passes.recompute import Context, InputsOnHost, Recomputation, UnitForward, check_blocks
-from lightning_zero.engine.units import describe
-from lightning_zero.engine.units.unit import Unit
 
 
 def describe_checked(

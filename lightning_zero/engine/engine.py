@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agreements import open_waits, together
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, share_of_machine
-from lightning_zero.config import ConfigError, Offload, Precision, ZeroConfig, with_rows
 from lightning_zero.engine import build
 from lightning_zero.engine.passes.access import Access, BufferSync, Writes
 from lightning_zero.engine.passes.gather_order import GatherOrder
@@ -61,6 +60,7 @@ from lightning_zero.optimizers.state_trees import Saved, State
 from lightning_zero.pretrained import sources_from
 from lightning_zero.pretrained.conversions import forget
 from lightning_zero.ranks.progress import LongWork
+from lightning_zero.settings import ConfigError, Offload, Precision, ZeroConfig, with_rows
 
 # Weak references: the module owns its engine, and an engine may lead to its module (through a hook of an optimizer,
 # say). Strong ones would keep such modules alive.

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine
 from lightning_zero.engine.whole import state_dicts
 from lightning_zero.engine.whole.state_dicts import (
@@ -25,6 +24,7 @@ from lightning_zero.engine.whole.state_dicts import (
 )
 from lightning_zero.fabric.module import ZeroModule
 from lightning_zero.lightning_api import get_filesystem, is_local
+from lightning_zero.settings import CheckpointFormat
 from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpoint_fits import check_model
 from lightning_zero.trainer.saves.checkpoint_io import writes_files

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, PrecisionConfig, ZeroConfig, check_decided
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.fabric.checkpoints import Checkpoints
@@ -28,9 +27,10 @@ from lightning_zero.lightning_api import (
     FabricScriptLauncher,
     fabric,
 )
+from lightning_zero.settings import ConfigError, PrecisionConfig, ZeroConfig, check_decided
 from lightning_zero.sharding import shard
 from lightning_zero.trainer.launchers import Forking
-from lightning_zero.trainer.settings import settings_of, with_precision
+from lightning_zero.trainer.settings import settings_of, strategies, with_precision
 from lightning_zero.trainer.summary import print_units
 
 
@@ -69,6 +69,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         if precision is not None and not isinstance(precision, fabric.plugins.precision.Precision):
             settings["precision"], precision = precision, None
         self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
+        strategies.add(self)
         _refuse_settings_of_the_trainer(self.config)
         self._asked_precision = self.config.precision.name
         self._set_up: list[weakref.ref[Engine]] = []  # the same order on all ranks

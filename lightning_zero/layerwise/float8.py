@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from lightning_zero.config import ConfigError, Float8, PrecisionConfig
 from lightning_zero.device.cuda import capability
+from lightning_zero.settings import ConfigError, Float8, PrecisionConfig
 
 LEAST = (8, 9)  # compute capability of GPUs that multiply in float8
 GIVEN = "_given_for_float8"  # attribute of a layer: the names of its attributes that come from here

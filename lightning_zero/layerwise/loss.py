@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engines
 from lightning_zero.sequence.part import current
+from lightning_zero.settings import ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

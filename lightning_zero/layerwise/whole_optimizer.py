@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Pending
-from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import Stepper
@@ -50,6 +49,7 @@ from lightning_zero.planning.owners import (
 )
 from lightning_zero.planning.placement import Placement, StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
+from lightning_zero.settings import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_zero.config import ConfigError
 from lightning_zero.mesh.split import Run, Split
+from lightning_zero.settings import ConfigError
 
 _SPLITS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from lightning_zero.config import ConfigError, TensorStyle, ZeroConfig
 from lightning_zero.mesh.local_leaves import StaysLocal, localize, sizes_of
 from lightning_zero.planning.topology import check_groups
+from lightning_zero.settings import ConfigError, TensorStyle, ZeroConfig
 
 
 @functools.cache

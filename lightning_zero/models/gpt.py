@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_zero.config import ConfigError
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
 from lightning_zero.sequence.part import current, sequence_positions
+from lightning_zero.settings import ConfigError
 
 POSITIONS = ("learned", "rotary")
 ROTARY_BASE = 10_000.0

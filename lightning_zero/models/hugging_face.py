@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.config import ConfigError, nearest
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
+from lightning_zero.settings import ConfigError, nearest
 
 
 class LitCausalLM(LanguageModel):

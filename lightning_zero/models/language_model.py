@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_zero.config import ConfigError
 from lightning_zero.sequence.part import SequencePart, mean_over_tokens
+from lightning_zero.settings import ConfigError
 
 SHOWN_EVERY = 10  # batches between updates of the progress bar where nothing is logged
 

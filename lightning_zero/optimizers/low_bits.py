@@ -40,12 +40,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.config import StateDtype
 from lightning_zero.device.host_threads import setting_threads
 from lightning_zero.optimizers.chunks import round_stochastically, salt_of
 from lightning_zero.optimizers.known import base_of, shadow_of, start_state, without_hooks
 from lightning_zero.planning.layout import Fragment
 from lightning_zero.planning.state_dtype import BLOCK, ROW, TABLE_NBYTES, pieces_of
+from lightning_zero.settings import StateDtype
 
 FRACTION = 3  # bits
 _SHIFT = 23 - FRACTION

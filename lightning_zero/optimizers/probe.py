@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError
 from lightning_zero.optimizers import trial
 from lightning_zero.optimizers.state_trees import StateShape, same
 from lightning_zero.optimizers.trial import Trial, trying
+from lightning_zero.settings import ConfigError
 
 
 class Probed(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, OptimizerConfig, Sharding, StateDtype
 from lightning_zero.optimizers.known import base_of, is_known
 from lightning_zero.optimizers.low_bits import STATES
 from lightning_zero.optimizers.trial import calls_its_closure, step_of
+from lightning_zero.settings import ConfigError, OptimizerConfig, Sharding, StateDtype
 
 _KEY = "zero.optimizer.state_dtype"
 

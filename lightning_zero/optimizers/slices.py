@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError
 from lightning_zero.optimizers.trial import MOST_TRUE, Trial, step_of, trying
+from lightning_zero.settings import ConfigError
 
 CLOSE = 1e-3  # relative to the largest change in a step
 SLICES, RANKS = 3, 2  # not divisible: each rank's list is shorter than that of whole tensors

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero.config import ConfigError
 from lightning_zero.optimizers.known import hooks_set_aside, without_hooks
 from lightning_zero.optimizers.state_trees import StateShape, leaves_of, same, shape_of
 from lightning_zero.optimizers.windowed import HOOKS, PLAIN, StepInParts, keep
+from lightning_zero.settings import ConfigError
 
 # Sides of small tensors. All differ, so that each side of a state shows which side of the parameter it equals. They are
 # large enough that a matrix product and a batched one round differently.

@@ -18,11 +18,11 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from lightning_zero.config import StateDtype
 from lightning_zero.planning.layout import BucketLayout, lay_out
 from lightning_zero.planning.placement import ON_DEVICE, REPLICATED, Placement, StageRow, Tier, TierRow
 from lightning_zero.planning.state_dtype import param_align, state_nbytes
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
+from lightning_zero.settings import StateDtype
 
 
 class Role(Enum):

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from rich.filesize import pick_unit_and_suffix
 
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage
 from lightning_zero.planning.activations import ByBatchSize
 from lightning_zero.planning.fit import Machine, Model, Row, plan_row
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, Rates
+from lightning_zero.settings import ConfigError, Offload, OffloadConfig, Stage
 
 KEPT_FREE = 0.1  # share of each tier
 UNKNOWN_FREE = 0.5  # share of the device that stays free if activations are not known
@@ -102,7 +102,7 @@ def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConf
             measured = measure(size)
             return measured is not None and fits(of_a_part, ByBatchSize((size, size), (measured, measured)))
 
-        smallest = (model.samples or known.sizes[0])  # ``row`` is known to fit with this size
+        smallest = model.samples or known.sizes[0]  # ``row`` is known to fit with this size
         found = _largest_measured(really_fits, smallest, found)
     return found
 

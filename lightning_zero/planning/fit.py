@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConfig, Stage
 from lightning_zero.planning import memory
 from lightning_zero.planning.activations import Activations, ByBatchSize, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, place
@@ -16,6 +15,7 @@ from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier, TierRow, d
 from lightning_zero.planning.speed import Rates, Sent, StepTime, expected, sent_by
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.planning.topology import check_nodes
+from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, Stage
 
 MOST_DOUBLINGS = 10  # of the number of hosts, when searching for one that fits
 

@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_zero.config import StateDtype
 from lightning_zero.planning.buckets import RESTING, BucketPlan, BucketShape, ParamsRest, Role, place
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.placement import ON_DEVICE, StageRow, Tier, UnitBytes
 from lightning_zero.planning.schedule import Cursor, compile_plan, may_come_ahead
 from lightning_zero.planning.state_dtype import scratch_nbytes
+from lightning_zero.settings import StateDtype
 
 ADAM_STATES = 2  # tensors of optimizer state for each parameter
 FILE_PAGE_NBYTES = 4096  # files are allocated in whole pages

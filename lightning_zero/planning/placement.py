@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from lightning_zero.config import ConfigError, Offload, Stage
+from lightning_zero.settings import ConfigError, Offload, Stage
 
 
 class Placement(Enum):

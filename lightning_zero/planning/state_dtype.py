@@ -7,8 +7,8 @@ world size.
 
 from __future__ import annotations
 
-from lightning_zero.config import StateDtype
 from lightning_zero.planning.layout import PARAM_ALIGN, SHARD_ALIGN, round_up
+from lightning_zero.settings import StateDtype
 
 BLOCK = SHARD_ALIGN  # elements that share an exponent
 ROW = BLOCK + 1  # bytes of a block

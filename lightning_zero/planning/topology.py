@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.settings import ConfigError, ZeroConfig
 
 EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would be too small
 

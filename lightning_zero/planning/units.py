@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_zero.config import MIB, ConfigError, UnitConfig, nearest
+from lightning_zero.settings import MIB, ConfigError, UnitConfig, nearest
 
 # Units chosen by size hold at most 1/SHARE of the model, if their modules can be divided. Models below LEAST_NBYTES
 # stay whole: messages would cost more than they save.

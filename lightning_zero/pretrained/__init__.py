@@ -17,10 +17,10 @@ from pathlib import Path
 
 from torch import nn
 
-from lightning_zero.config import ConfigError
 from lightning_zero.pretrained.folder import SafetensorsFolder
 from lightning_zero.pretrained.names import match
 from lightning_zero.pretrained.stored import StoredTensor
+from lightning_zero.settings import ConfigError
 
 SHOWN = 5  # names in a message
 

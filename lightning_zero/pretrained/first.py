@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 
 ADAPTER = "reset_lora_parameters"
 

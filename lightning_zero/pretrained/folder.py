@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.config import ConfigError
 from lightning_zero.planning.boxes import boxes
 from lightning_zero.pretrained.stored import StoredTensor
+from lightning_zero.settings import ConfigError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

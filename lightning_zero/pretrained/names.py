@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_zero.config import ConfigError
 from lightning_zero.mesh.local_leaves import saved_shape
 from lightning_zero.pretrained.conversions import converted, hugging_face_model
 from lightning_zero.pretrained.folder import SafetensorsFolder
 from lightning_zero.pretrained.stored import StoredTensor
+from lightning_zero.settings import ConfigError
 
 INSIDE_ADAPTERS = ".base_layer."  # PEFT's name for the layer that it wraps
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lightning_zero.config import ConfigError
 from lightning_zero.lightning_api import (
     ClusterEnvironment,
     LightningEnvironment,
@@ -16,6 +15,7 @@ from lightning_zero.lightning_api import (
     rank_zero_only,
 )
 from lightning_zero.ranks.started_by import launched
+from lightning_zero.settings import ConfigError
 
 DEFAULT_PORT = 29500
 

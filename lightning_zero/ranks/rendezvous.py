@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 import lightning_zero
-from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.lightning_api import ClusterEnvironment, pl, rank_zero_info
+from lightning_zero.settings import ConfigError, ZeroConfig
 
 # Settings that may differ between ranks: paths of a node, and folder names that contain the time.
 OWN_SETTINGS = frozenset({"zero.offload.nvme_path", "data.num_workers", "run_dir"})

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_zero.comm.sequence import Sharers
-from lightning_zero.config import ConfigError
 from lightning_zero.sequence.part import SequencePart, current
+from lightning_zero.settings import ConfigError
 
 _torch_attention = F.scaled_dot_product_attention  # torch's own: inside a step ``attention`` replaces it
 

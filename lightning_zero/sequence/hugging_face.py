@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.config import ConfigError
 from lightning_zero.sequence.losses import IGNORED
 from lightning_zero.sequence.part import current
+from lightning_zero.settings import ConfigError
 
 
 @contextlib.contextmanager

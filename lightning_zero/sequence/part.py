@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.sequence import OnPaper, Sharers
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 
 TOKENS, PARTS, REFUSED = 1, 2, 3  # what a mean is over; sent along, so that ranks notice if theirs differ
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.config import ConfigError
 from lightning_zero.sequence.part import SequencePart
+from lightning_zero.settings import ConfigError
 
 HOOK = "split_sequence"
 _INPUTS = ("input_ids", "inputs_embeds")

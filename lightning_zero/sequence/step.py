@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.comm.sequence import SequenceGroup, Sharers
-from lightning_zero.config import ConfigError
 from lightning_zero.sequence import losses
 from lightning_zero.sequence.attention import attention
 from lightning_zero.sequence.check import leaves
 from lightning_zero.sequence.hugging_face import of_whole_sequences
 from lightning_zero.sequence.part import SequencePart, WholeBatch, Window, current, set_current
 from lightning_zero.sequence.split import split_batch
+from lightning_zero.settings import ConfigError
 
 # Replacements in ``torch.nn.functional`` while a step runs. torch's layers and losses call them there too.
 _LOSSES = {name: losses.over_all_parts(getattr(F, name)) for name in losses.NAMES if hasattr(F, name)}

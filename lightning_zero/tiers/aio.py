@@ -20,8 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.config import MIB
 from lightning_zero.planning.layout import round_up
+from lightning_zero.settings import MIB
 from lightning_zero.tiers.pages import PAGE, HostPages, byte_view
 
 MIN_PIECE_NBYTES = MIB  # smaller pieces cost more in calls than another thread gains

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.aio import DiskError, Syscalls
 from lightning_zero.tiers.limits import lines_of
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_zero.config import ConfigError
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.planning.memory import HOST_ALIGN_NBYTES
+from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.extents import Extent, Wanted, lay_out
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.pages import HOST, HostPages

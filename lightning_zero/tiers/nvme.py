@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.planning.layout import round_up
+from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.aio import DiskFile, Joined, Syscalls
 from lightning_zero.tiers.claims import as_config_error, claim_file, remove_leftovers
 from lightning_zero.tiers.extents import Extent, Wanted, lay_out

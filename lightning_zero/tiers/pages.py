@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.config import ConfigError
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.planning.layout import round_up
+from lightning_zero.settings import ConfigError
 
 PAGE = 4096  # bytes
 ACQUIRE_TIMEOUT_S = 120.0

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.config import ConfigError
 from lightning_zero.device.cuda import is_in_use
 from lightning_zero.engine import engine_of
 from lightning_zero.lightning_api import (
@@ -36,6 +35,7 @@ from lightning_zero.lightning_api import (
     is_local,
     pl,
 )
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
 
 PROBE_S = 3.0

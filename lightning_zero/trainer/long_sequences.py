@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
-from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine
 from lightning_zero.planning.topology import check_groups
 from lightning_zero.sequence.part import SequencePart, WholeBatch
 from lightning_zero.sequence.step import SequenceSteps, check_alike
+from lightning_zero.settings import ConfigError, ZeroConfig
 from lightning_zero.trainer.sequence_check import SequenceCheck
 from lightning_zero.trainer.shared_batches import SharedBatches, seed_alike
 from lightning_zero.trainer.step_tokens import StepTokens

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, Precision
 from lightning_zero.engine.torch_modes import default_dtype
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES
 from lightning_zero.optimizers.loss_scale import LossScaler
+from lightning_zero.settings import ConfigError, Precision
 
 FLAGS = [row.value for row in Precision]
 

@@ -19,7 +19,6 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.comm.agreements import barrier, broadcast_object, gather_objects, open_waits, together
 from lightning_zero.comm.groups import even_alone
-from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import bind_near, default_device
 from lightning_zero.engine.engine import Engine, engines
@@ -28,6 +27,7 @@ from lightning_zero.planning.topology import check_groups
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation, own_environment
 from lightning_zero.ranks.waits import Waits
+from lightning_zero.settings import ConfigError, ZeroConfig
 from lightning_zero.tiers.limits import available_cpus
 from lightning_zero.trainer import launchers
 from lightning_zero.trainer.settings import RunPlan

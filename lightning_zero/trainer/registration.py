@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -27,8 +26,6 @@ _REGISTRIES = {
 
 def register_presets() -> None:
     """Register every preset in Lightning's registries of strategies, now or when Lightning is imported."""
-    # torch 2.13 warns on every rank about Lightning's own code, which users cannot change.
-    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     for name in _REGISTRIES:
         if name in sys.modules:
             _fill(sys.modules[name])

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.sequence import OnPaper, SequenceGroup
-from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine import Engine
 from lightning_zero.engine.passes.access import Writes
@@ -34,6 +33,7 @@ from lightning_zero.sequence.check import (
 )
 from lightning_zero.sequence.part import Window
 from lightning_zero.sequence.step import SequenceSteps
+from lightning_zero.settings import ConfigError
 
 _TRIES = (0.0, 0.5, 1.0)  # where in a sequence (0: start) the short piece is taken; a start may have no labels
 _LOSS_SCALE = 1024.0  # largest loss scale of fp16 in a trial step: a run's first scale may overflow

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
-from lightning_zero.config import LossMean, Precision, ZeroConfig, check_prefetch, make_config, make_folder
 from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.layerwise.float8 import check_torchao
 from lightning_zero.planning.activations import Activations
+from lightning_zero.settings import LossMean, Precision, ZeroConfig, check_prefetch, make_config, make_folder
 from lightning_zero.tiers.claims import check_folder
 
 
 def call_to_go_on(path: str) -> str:
     return f"trainer.fit(..., ckpt_path={path!r})"
+
+
+# The strategies of this process, so that a program can tell whether one of them has read its settings.
+strategies: WeakSet[Any] = WeakSet()
 
 
 @dataclass
@@ -49,6 +55,8 @@ def settings_of(
     settings: Mapping[str, Any],
 ) -> ZeroConfig:
     """Return ``config``, changed by those other arguments that are not None. Raise ConfigError for bad settings."""
+    # torch 2.13 warns on every rank about Lightning's own code, which users cannot change.
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
     config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
     check_prefetch(config)

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
-from lightning_zero.config import ConfigError
 from lightning_zero.sequence.step import check_alike
+from lightning_zero.settings import ConfigError
 
 KEY = "zero.tensor_parallel"
 TOLERANCE = 0.1  # relative; gradients that are parts of a sum differ by more than their size

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine
 from lightning_zero.lightning_api import pl
+from lightning_zero.settings import ConfigError
 
 # Backwards multiply by tokens / UNIT, so that fp16 gradients are not far larger than those of a mean. It is a power of
 # two, which changes no digit.

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
-from lightning_zero.config import ConfigError, LossMean, ZeroConfig, for_layout, is_decided, parse_bytes, with_rows
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.passes.compiled import find_compiler, needs_compiler
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
@@ -32,6 +31,7 @@ from lightning_zero.lightning_api import (
 from lightning_zero.mesh.plans import mesh_for, split_module
 from lightning_zero.planning.memory import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
+from lightning_zero.settings import ConfigError, LossMean, ZeroConfig, for_layout, is_decided, parse_bytes, with_rows
 from lightning_zero.sharding import shard
 from lightning_zero.trainer import loops
 from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
@@ -46,7 +46,7 @@ from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
 from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
-from lightning_zero.trainer.settings import settings_of, with_precision
+from lightning_zero.trainer.settings import settings_of, strategies, with_precision
 from lightning_zero.trainer.step_tokens import StepTokens
 from lightning_zero.trainer.summary import held_rows, print_held, print_units
 
@@ -96,6 +96,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         **settings: Any,
     ) -> None:
         self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
+        strategies.add(self)
         self._asked_precision = self.config.precision.name
         self._module: pl.LightningModule | None = None
         self._given_offload = self.config.offload  # has the settings of rows that restage() may choose later

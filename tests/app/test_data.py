@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.config import ConfigError
 from lightning_zero.data.sources import find_sources
 from lightning_zero.data.text import MOST_NBYTES, TextData, split_chunks
+from lightning_zero.settings import ConfigError
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from lightning_zero.app import check, env
-from lightning_zero.config import Offload, Stage
+from lightning_zero.settings import Offload, Stage
 from tests.harness import run_command
 
 

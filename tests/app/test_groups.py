@@ -21,20 +21,20 @@ from lightning_zero.app.jobs import decided
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.app.sweep import job_arguments, overrides_of, print_table, read_results
 from lightning_zero.app.tasks import _next, check_vocabulary, optimized
-from lightning_zero.config import ConfigError, OptimizerConfig
 from lightning_zero.data.synthetic import BRANCHES, SyntheticData
 from lightning_zero.data.text import TextData
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.models.hugging_face import LitCausalLM
 from lightning_zero.optimizers.refused import check_optimizer
+from lightning_zero.settings import ConfigError, OptimizerConfig
 from lightning_zero.trainer.saves.checkpoint_fits import OtherModelError
-from tests.app.test_schema import CONF, config_of
+from tests.app.test_schema import choices, config_of
 
 PACKAGES = {"tensorboard": "tensorboard", "many": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def files(group: str) -> list[str]:
-    return sorted(f.stem for f in (CONF / group).glob("*.yaml"))
+    return [choice.partition("=")[2] for choice in choices(group)]
 
 
 def installed(package: str) -> bool:

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from lightning_zero.app import plan
-from lightning_zero.config import HybridShard, Offload, OffloadConfig, Stage, allowed_rows
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.fit import Machine, Model, Row, best, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
+from lightning_zero.settings import HybridShard, Offload, OffloadConfig, Stage, allowed_rows
 from tests.harness import run_command
 
 PLAIN = "activations=false"  # most tests are about what the engine holds

@@ -1,4 +1,4 @@
-"""The Hydra groups: every file composes into the dataclasses, mistakes end in a sentence, other apps can use them."""
+"""The Hydra groups of our own commands: every file composes into the dataclasses, mistakes end in a sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import hydra
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
@@ -21,19 +20,26 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.app import train
 from lightning_zero.app.instantiate import accepted_arguments, locate
 from lightning_zero.app.schema import MachineConfig, TrainConfig, register_schema, run_name
-from lightning_zero.config import Offload, Precision, Stage, ZeroConfig, make_config
 from lightning_zero.data.text import TextData
 from lightning_zero.models.gpt import LitGPT
-from lightning_zero.trainer.strategy import ZeroStrategy
+from lightning_zero.settings import Offload, Precision, Stage, ZeroConfig, make_config
 from tests.harness import ROOT, run_command
 
-CONF = ROOT / "lightning_zero" / "conf"
-MACHINES = sorted(f"machine={file.stem}" for file in (CONF / "machine").glob("*.yaml"))  # of plan and submit
+CONF = ROOT / "conf"
+
+
+def choices(group: str) -> list[str]:
+    """List the files of ``group``, one of our own commands or of ``zero``, as overrides."""
+    folder = CONF / group if group.startswith("zero/") else CONF / "app" / group
+    return [f"{group}={file.stem}" for file in sorted(folder.glob("*.yaml"))]
+
+
+MACHINES = choices("machine")  # of plan and submit
 
 
 def composed(*overrides: str) -> DictConfig:
     register_schema()
-    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+    with initialize_config_module("lightning_zero.conf.app", version_base="1.3"):
         cfg = compose("train", overrides=list(overrides), return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
         OmegaConf.set_struct(cfg, False)
@@ -54,8 +60,9 @@ def config_of(*overrides: str) -> TrainConfig:
 
 
 def test_all_groups_are_there() -> None:
-    groups = {file.parent.relative_to(CONF).as_posix() for file in CONF.rglob("*.yaml")} - {"."}
-    assert groups == set().union(*BESIDE, {"machine", "strategy", "trainer", "zero/compile"})
+    groups = {file.parent.relative_to(CONF).as_posix().removeprefix("app/") for file in CONF.rglob("*.yaml")}
+    for_other_apps = {"zero", "zero/into", "strategy"}
+    assert groups == set().union(*BESIDE, {"app", "machine", "trainer", "zero/compile"}, for_other_apps)
 
 
 # Groups whose files mean the same beside each other: the first of each are composed together, the second of each, ...
@@ -73,7 +80,7 @@ NEEDS = {"data=dataset": "data.path=/somewhere"} | dict.fromkeys(
 
 def rounds() -> Iterator[list[str]]:
     for groups in BESIDE:
-        files = [[f"{group}={f.stem}" for f in sorted((CONF / group).glob("*.yaml"))] for group in sorted(groups)]
+        files = [choices(group) for group in sorted(groups)]
         yield from ([o for o in found if o] for found in itertools.zip_longest(*files))
 
 
@@ -96,7 +103,7 @@ def test_every_file_composes_into_the_dataclasses_and_gives_targets_what_they_ta
 @pytest.mark.parametrize("option", MACHINES)
 def test_every_machine_composes(name: str, option: str) -> None:
     register_schema()
-    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+    with initialize_config_module("lightning_zero.conf.app", version_base="1.3"):
         machine = OmegaConf.to_object(compose(name, overrides=[option]).machine)
     assert isinstance(machine, MachineConfig)
     assert option == "machine=here" or machine.gpu_memory > 2**34
@@ -229,6 +236,7 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
     # a group for a setting, and the other way round
     ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
     ("zero.offload=nvm", ["Did you mean zero/offload=nvme? There are zero/offload=auto, "]),
+    ("zero=zero2", ["Could not override 'zero'. No match in the defaults list. Did you mean zero/stage=zero2?\n"]),
     ("stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
     ("machine=h100", ["Could not override 'machine'. No match in the defaults list. There are callbacks, "]),
     ("callbacks.best.monitor=x", ["Did you mean callbacks=best callbacks.best.monitor=x? "]),
@@ -245,7 +253,7 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
     ("zero/stage=zero1,zero2", ["Ambiguous value for argument", "--multirun"]),
     # what Hydra takes for a number or nothing
     ("zero/precision=16", ["Did you mean zero/precision=fp16?\n"]),
-    # a value; what zero.* refuses is in tests/test_config.py
+    # a value; what zero.* refuses is in tests/test_settings.py
     ("zero/offload=nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
     ("zero.stage.name=zero9", ["'zero9', expected one of [zero0, ", "Did you mean zero.stage.name=zero3?\n"]),
     ("zero.dynamic_graph=perhaps", ["zero.dynamic_graph=perhaps: ", "is not a valid bool"]),
@@ -310,48 +318,6 @@ def test_help_is_in_our_words() -> None:
     assert "Train a model under ZeRO" in done.stdout
     assert "zero/stage: auto, zero0, zero1, zero2, zero3" in done.stdout
     assert "prefetch_bytes" in done.stdout
-
-
-# -- other apps ---------------------------------------------------------------------------------------------------
-
-APP = """
-import sys
-import hydra
-from omegaconf import OmegaConf
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="app")
-def main(cfg):
-    zero = OmegaConf.to_object(cfg.zero)
-    print(type(zero).__name__, zero.stage.name.name, zero.precision.name.name, zero.reduce_bucket_bytes)
-    print(cfg.optimizer._target_)
-    print("heavy:", [m for m in ("torch", "lightning") if m in sys.modules])
-
-main()
-"""
-
-APP_CONF = """
-defaults: [zero: schema, zero/stage: zero3, zero/precision: fp32, zero/offload: none, optimizer: adamw, _self_]
-hydra: {run: {dir: .}, output_subdir: null}
-"""
-
-
-@pytest.mark.full
-def test_another_app_composes_our_groups_and_gets_our_errors(tmp_path: Path) -> None:
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "app.yaml").write_text(APP_CONF)
-    (tmp_path / "app.py").write_text(APP)
-    given = ("zero/stage=zero1", "zero/precision=bf16", "zero.reduce_bucket_bytes=5", "optimizer=sgd")
-    done = run_command("python", "app.py", *given, folder=tmp_path, code=0)
-    assert done.stdout.splitlines() == ["ZeroConfig zero1 bf16 5", "torch.optim.SGD", "heavy: []"]
-    done = run_command("python", "app.py", "zero.prefetch_bytes=-5", folder=tmp_path)
-    assert done.returncode != 0
-    assert "zero.prefetch_bytes: expected a number >= 0, got -5" in done.stderr
-
-
-def test_any_app_that_instantiates_its_trainer_takes_the_strategy() -> None:
-    """As one of lightning-hydra-template does."""
-    strategy = hydra.utils.instantiate(OmegaConf.load(CONF / "strategy" / "zero3.yaml"), offload="cpu")
-    assert isinstance(strategy, ZeroStrategy) and strategy.config == make_config(stage="zero3", offload="cpu")
 
 
 # -- pieces -------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from lightning_zero.app import jobs, submit, sweep, train
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName, ContainerRuntime, seconds_of
-from lightning_zero.config import ConfigError
 from lightning_zero.ranks.rendezvous import StartError
+from lightning_zero.settings import ConfigError
 
 SMALL = ("experiment=tiny", "data.path=words.txt")
 SIZE = ("cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.time=24:00:00", "cluster.partition=long")

@@ -18,9 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_zero.app import jobs, train
 from lightning_zero.app.replay import compare, read
-from lightning_zero.config import ConfigError
 from lightning_zero.models.gpt import GPT, LitGPT
 from lightning_zero.models.language_model import decay_groups, warmup_cosine
+from lightning_zero.settings import ConfigError
 from tests.harness import ROOT, forked, run_command
 
 LIMIT_S = 880  # of a busy machine
@@ -185,7 +185,7 @@ def test_a_model_of_ones_own_whose_mistake_keeps_its_traceback(tmp_path: Path) -
     # The other rank would wait for longer than `run` does.
     done = run(tmp_path, *SMALL, *mistake, "logger=none", f"zero.stall_timeout_s={2 * LIMIT_S}", code=None)
     assert done.returncode != 0
-    assert "note: users_model.Lit takes no" in done.stdout
+    assert "note: users_model.Lit gets width=4, fail_on_rank=1 of model.*: what you have set." in done.stdout
     assert "users_model.py" in done.stderr
     assert "RuntimeError: my own mistake" in done.stderr
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from lightning_zero.checkpoint import durable, verify
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.checkpoint.sharded.save import alone, save_folder
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.units.master_storage import FlatSlice
 from lightning_zero.engine.whole.values import Part, TensorParts, Unsharded, Value
 from lightning_zero.planning.boxes import memory_order
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from lightning_zero.comm import share as module
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, available_cpus, own_path, ranks_on_disk, share_of_machine
-from lightning_zero.config import ConfigError
 from lightning_zero.device import cuda
 from lightning_zero.device.host_threads import bind_to, set_own_threads
 from lightning_zero.optimizers.low_bits import in_threads
+from lightning_zero.settings import ConfigError
 from tests.comm.test_communicator import communicator
 from tests.harness import on_ranks
 

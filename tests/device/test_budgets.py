@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.config import Offload
 from lightning_zero.planning.placement import OFFLOADS, Tier
+from lightning_zero.settings import Offload
 from tests.device.machine import Wait
 from tests.device.simulate import FLAT, MIXED, PLAIN, Case, Step
 from tests.device.test_races import SMALL, Trained

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.config import ZeroConfig
 from lightning_zero.engine.units import grad_store, master_storage
 from lightning_zero.optimizers import chunks
 from lightning_zero.planning.speed import Rates, least_seconds, work_of
+from lightning_zero.settings import ZeroConfig
 from lightning_zero.tiers import pinned
 from lightning_zero.trainer.memory.held_bytes import plan_of
 from tests.device.machine import Place, is_on_device, nbytes_of

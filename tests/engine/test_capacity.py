@@ -19,11 +19,11 @@ import torch.distributed as dist
 import lightning_zero
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share
-from lightning_zero.config import ConfigError, OffloadConfig
 from lightning_zero.engine import Engine
 from lightning_zero.engine.units import capacity
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.placement import Tier
+from lightning_zero.settings import ConfigError, OffloadConfig
 from lightning_zero.tiers.aio import DiskError, DiskFile
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier

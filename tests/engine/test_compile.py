@@ -15,7 +15,7 @@ from torch._dynamo import register_backend
 from torch.fx import GraphModule
 
 import lightning_zero
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 from tests.engine.sides import Sharded, Twin, beside_twin, sgd, step_and_clear
 from tests.engine.support import assert_same, pairwise_selection
 from tests.engine.works import accumulate, autocast, loss_at, tokens, train_both

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError, Precision, make_config
 from lightning_zero.engine import Engine
 from lightning_zero.layerwise import float8
+from lightning_zero.settings import ConfigError, Precision, make_config
 from tests.engine.support import assert_equal
 from tests.harness import on_ranks
 from tests.models import Does

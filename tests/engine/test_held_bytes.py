@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import lightning_zero
-from lightning_zero.config import Offload, Precision, allowed_rows, make_config
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.planning.buckets import place
 from lightning_zero.planning.memory import RING_COUNT, RING_NBYTES, Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
+from lightning_zero.settings import Offload, Precision, allowed_rows, make_config
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests import rows
 from tests.engine.sides import Sharded, step_and_clear

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.transports import Members
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import capacity
+from lightning_zero.settings import ConfigError
 from tests.engine.sides import Sharded, Work, whole
 from tests.engine.support import assert_equal
 from tests.engine.test_offload import offload

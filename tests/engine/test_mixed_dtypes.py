@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import lightning_zero
-from lightning_zero.config import ConfigError
 from lightning_zero.optimizers import chunks
 from lightning_zero.optimizers.chunks import round_stochastically, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import start_state
+from lightning_zero.settings import ConfigError
 from tests.engine.optimizers import SignDescent
 from tests.engine.sides import Sharded
 from tests.engine.support import assert_equal

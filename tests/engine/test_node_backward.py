@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConfig, Stage, allowed_rows, make_config
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.fit import Machine, plan_row
@@ -30,6 +29,7 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import within_nodes
 from lightning_zero.ranks.waits import StallError
+from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, Stage, allowed_rows, make_config
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 from tests.engine.sides import Sharded, Work, step_and_clear
 from tests.engine.support import assert_equal, in_pairs, places_posted_often

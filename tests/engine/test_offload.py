@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import after_step
 from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.engine.whole import state_dicts
+from lightning_zero.settings import ConfigError
 from tests.engine.sides import MakeOptimizer, Sharded, Side, adamw, sgd, step_and_clear, whole
 from tests.engine.support import assert_equal, in_pairs
 from tests.engine.works import accumulate, autocast, floats, loss_at, tokens

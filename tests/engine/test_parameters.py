@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import lightning_zero
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 from tests import models
 from tests.engine.sides import Sharded, Side, Twin, adamw, load_state, sgd, state_of
 from tests.engine.support import IN_STAGES, OUTER_STAGES, PLAIN, PRECISIONS, STAGES, assert_equal, check

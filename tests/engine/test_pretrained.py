@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.config import ConfigError
 from lightning_zero.pretrained import SafetensorsFolder
+from lightning_zero.settings import ConfigError
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 from tests.models import Does

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.comm.agreements import ApartError
 from lightning_zero.comm.transports import Sent
-from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of, engines
 from lightning_zero.engine.passes import passes
 from lightning_zero.ranks.waits import StallError
+from lightning_zero.settings import ConfigError
 from tests.engine.sides import Sharded, Side, sgd, step_and_clear, with_twin
 from tests.engine.support import assert_same, check, places_posted_often
 from tests.engine.test_offload import late_steps

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.config import ConfigError, Offload, allowed_rows
 from lightning_zero.engine import Engine
 from lightning_zero.engine.passes import passes
 from lightning_zero.engine.units.after_step import StepWorker
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, Tier
+from lightning_zero.settings import ConfigError, Offload, allowed_rows
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests.engine.optimizers import SignDescent
 from tests.engine.sides import Sharded

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.engine.steps import runs
 from lightning_zero.optimizers import low_bits
 from lightning_zero.optimizers.low_bits import Format, Stretch, in_threads
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.placement import Tier
+from lightning_zero.settings import ConfigError, StateDtype
 from lightning_zero.trainer.memory.held_bytes import held_bytes, state_tensors
 from tests.engine.narrow_twin import narrow_twin
 from tests.engine.optimizers import SignDescent, WarmsUp

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
-from lightning_zero.config import ConfigError
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
+from lightning_zero.settings import ConfigError
 from tests.engine import optimizers as toys
 from tests.engine.sides import Master, Sharded, Twin, load_state, state_of, step_and_clear, with_twin
 from tests.engine.support import assert_equal, assert_same, cases, pairwise_selection

@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_zero import ZeroFabricStrategy
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 from tests.engine.optimizers import Shampoo
 from tests.fabric.toys import Net, Run, adamw, assert_equal, fabric, make, setup, train, weights
 from tests.harness import on_ranks

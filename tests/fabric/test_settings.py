@@ -15,9 +15,9 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero import ZeroFabricStrategy
-from lightning_zero.config import ConfigError, Precision, PrecisionConfig, ZeroConfig
 from lightning_zero.fabric.precision import FabricPrecision
 from lightning_zero.optimizers.loss_scale import LossScaler
+from lightning_zero.settings import ConfigError, Precision, PrecisionConfig, ZeroConfig
 from tests.fabric.toys import Run, adamw, assert_equal, fabric, make, sgd, train
 from tests.harness import on_ranks
 from tests.trainer.test_settings import EQUAL, in_folder

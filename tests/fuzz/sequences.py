@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lightning_zero
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 from tests import harness
 from tests.trainer.test_long_sequences import LENGTH, Own, Texts, fit, one_process
 from tests.trainer.toys import seeded

@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from lightning_zero.config import allowed_rows
+from lightning_zero.settings import allowed_rows
 from tests.fuzz import programs as p
-from tests.fuzz.models import CONTAINERS, LEAVES, MIXES, ROWS, class_names
+from tests.fuzz.models import CONTAINERS, LEAVES, MIXES, class_names
 from tests.fuzz.sides import OPTIMIZERS
 
 PARTS = st.integers(0, 3)

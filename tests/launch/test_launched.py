@@ -15,10 +15,10 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.ranks import allocation, rendezvous, resume
 from lightning_zero.ranks.allocation import own_environment
 from lightning_zero.ranks.started_by import MPI_VARIABLES, Launched, launched, tasks_of_nodes
+from lightning_zero.settings import ConfigError, ZeroConfig
 from lightning_zero.trainer import launchers
 from tests.harness import LAUNCHERS
 

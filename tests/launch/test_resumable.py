@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DistributedSampler, SequentialSampler
 
-from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import ResumableLoader, ShuffledFrom
+from lightning_zero.settings import ConfigError
 
 
 def trainer(rank: int, world: int, *, batches: int = 0, epoch: int = 0, limit: float = float("inf")) -> Any:

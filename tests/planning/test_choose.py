@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage, allowed_rows
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch, peaks_with
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role, place
 from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, with_reserve
@@ -16,6 +15,7 @@ from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits, Phase
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES, Rates, expected, least_seconds, sent_by, work_of
+from lightning_zero.settings import ConfigError, Offload, OffloadConfig, Stage, allowed_rows
 
 CANDIDATES = [(stage, offload, OffloadConfig()) for stage, offload in allowed_rows() if "nvme" not in offload.name]
 UNITS = 3

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.config import Offload, Stage
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, Itemsizes, Role, place
 from lightning_zero.planning.layout import lay_out
 from lightning_zero.planning.memory import (
@@ -27,6 +26,7 @@ from lightning_zero.planning.memory import (
 )
 from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, STAGES, Placement, Tier, TierRow
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
+from lightning_zero.settings import Offload, Stage
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pages import PAGE
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_zero.config import ConfigError, Offload, Stage
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Placement, Tier, logical_collectives
 from lightning_zero.planning.topology import by_node, by_part, flat, in_levels, is_even, within_nodes
+from lightning_zero.settings import ConfigError, Offload, Stage
 
 pytestmark = pytest.mark.smoke
 

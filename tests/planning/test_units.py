@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_zero.config import ConfigError, UnitConfig
 from lightning_zero.planning.units import choose_units, owner_of
+from lightning_zero.settings import ConfigError, UnitConfig
 from tests.models import Block, Model
 
 

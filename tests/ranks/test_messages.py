@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, open_waits
-from lightning_zero.config import Stage
 from lightning_zero.planning.boxes import Box
 from lightning_zero.ranks import mailbox
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.messages import dumps, loads
+from lightning_zero.settings import Stage
 from lightning_zero.trainer.memory.auto_row import Decision
 from tests.engine.support import assert_equal
 from tests.harness import on_ranks

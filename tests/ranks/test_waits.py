@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from lightning_zero.comm.agreements import ApartError, barrier, broadcast_object, open_waits, together
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import ConfigError
 from lightning_zero.ranks import peers, watchdog
 from lightning_zero.ranks.waits import StallError, Waits
+from lightning_zero.settings import ConfigError
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks, run
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.config import MIB, ConfigError
 from lightning_zero.device import accelerator_of
+from lightning_zero.settings import MIB, ConfigError
 from lightning_zero.tiers import aio
 from lightning_zero.tiers.aio import RETRY_PAUSES_S, DiskError, DiskFile, Syscalls
 from lightning_zero.tiers.pages import PAGE, HostPages, StagingRing, byte_view

@@ -24,8 +24,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_zero.config import MIB, ConfigError
 from lightning_zero.device import accelerator_of
+from lightning_zero.settings import MIB, ConfigError
 from lightning_zero.tiers import claims
 from lightning_zero.tiers.aio import DiskError, Syscalls
 from lightning_zero.tiers.extents import Extent, Wanted

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError, Precision, candidate_rows, make_config
 from lightning_zero.engine.units.describe import describe_units
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.planning import memory
@@ -25,6 +24,7 @@ from lightning_zero.planning.activations import Activations, peaks_with
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Moment
 from lightning_zero.planning.placement import Tier
+from lightning_zero.settings import ConfigError, Precision, candidate_rows, make_config
 from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.memory.activations import LiveBytes, measure, measure_sizes
 from lightning_zero.trainer.memory.fake_module import states_of

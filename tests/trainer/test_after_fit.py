@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine import engine_of, engines
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.engine.whole import whole_params
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes
+from lightning_zero.settings import ConfigError, Precision, ZeroConfig
 from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import assert_gone, on_ranks
 from tests.trainer import toys

@@ -23,9 +23,9 @@ from lightning_zero.app.train import refusals
 from lightning_zero.checkpoint.archive import records_of
 from lightning_zero.checkpoint.sharded import read
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of
 from lightning_zero.ranks.resume import OUTCOME_VARIABLE
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 from tests.harness import on_ranks
 from tests.lightning_table.bench import variant

@@ -21,8 +21,8 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import Writer
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.config import ConfigError
 from lightning_zero.pretrained import SafetensorsFolder
+from lightning_zero.settings import ConfigError
 from tests.engine.test_pretrained import CONFIGS, TOKENS, make, saved, transformers
 from tests.harness import on_ranks
 from tests.models import Does

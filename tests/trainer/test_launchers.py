@@ -18,7 +18,7 @@ from lightning.fabric.utilities import imports
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import accelerator_connector
 
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer import launchers
 from tests.harness import forked, run_command
 

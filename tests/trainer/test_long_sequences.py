@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lightning_zero
 from lightning_zero import ZeroMonitor, ZeroStrategy
-from lightning_zero.config import Precision, make_config
 from lightning_zero.models.gpt import LitGPT
+from lightning_zero.settings import Precision, make_config
 from lightning_zero.trainer.memory.activations import LiveBytes, measure
 from tests.harness import on_ranks
 from tests.models import checkpointed

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 import lightning_zero
 from lightning_zero.comm.sequence import OnPaper
-from lightning_zero.config import ConfigError
 from lightning_zero.sequence.part import SequencePart
 from lightning_zero.sequence.step import computing
+from lightning_zero.settings import ConfigError
 from tests.harness import on_ranks
 from tests.trainer.test_long_sequences import VOCABULARY, Own, Texts, assert_parity, fit, one_process
 from tests.trainer.toys import seeded

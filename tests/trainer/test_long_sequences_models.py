@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lightning_zero
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 from tests.harness import on_ranks
 from tests.trainer import test_long_sequences as long_sequences
 from tests.trainer.test_long_sequences import LENGTH, LR, VOCABULARY, Texts, assert_parity

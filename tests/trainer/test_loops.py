@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._inductor.exc import InvalidCxxCompiler
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 from tests.harness import on_ranks
 from tests.models import Does
 from tests.trainer import toys

@@ -18,9 +18,9 @@ import lightning_zero
 from lightning_zero.app.convert import convert
 from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.config import ConfigError
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.placement import Tier
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
 from tests.engine.support import TRUE, Sharded, autocast
 from tests.engine.test_pretrained import TOKENS, saved, transformers

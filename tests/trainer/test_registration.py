@@ -12,8 +12,8 @@ from lightning.pytorch import Trainer
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError, make_config
 from lightning_zero.presets import PRESETS
+from lightning_zero.settings import ConfigError, make_config
 from tests.harness import run_command
 
 MISSING = "import sys; sys.modules['lightning'] = None\n"
@@ -140,7 +140,7 @@ import lightning_zero
 trainer = lightning.pytorch.Trainer(strategy="zero3", accelerator="cpu", devices=1, logger=False)
 try:
     pytorch_lightning.Trainer(strategy="zero3", accelerator="cpu", devices=1, logger=False)
-except lightning_zero.config.ConfigError as error:
+except lightning_zero.settings.ConfigError as error:
     print(error)
 """
 

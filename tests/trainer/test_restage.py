@@ -18,9 +18,9 @@ from torch import Tensor
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.settings import ConfigError
 from tests.engine.support import Model, Sharded, assert_equal, language_work
 from tests.harness import on_ranks
 from tests.trainer import toys

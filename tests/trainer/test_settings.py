@@ -15,17 +15,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero import ZeroFabricStrategy, ZeroPrecision, ZeroStrategy
-from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.settings import ConfigError, ZeroConfig, make_config
 from tests.harness import on_ranks
 from tests.models import Does
 from tests.trainer import toys
-from tests.trainer.toys import Lit, Run, assert_same, assert_weights, fit, loader, odd, seeded, trainer
+from tests.trainer.toys import Run, assert_same, fit, odd, seeded
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torchmetrics import MeanMetric
 
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.config import ConfigError
 from lightning_zero.pretrained.stored import StoredTensor
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer.saves.sharded_checkpoints import OPTIMIZERS, divide, read
 from tests.harness import on_ranks, run_command
 from tests.trainer import toys

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import lightning_zero
 from lightning_zero import ZeroMonitor
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer.precision import ZeroPrecision
 from tests.harness import on_ranks
 from tests.models import Model

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError
 from lightning_zero.lightning_api import pl
 from lightning_zero.mesh.local_leaves import split_of
+from lightning_zero.settings import ConfigError
 from tests.engine import test_tensor_parallel as engine_tests
 from tests.engine.support import sgd
 from tests.engine.test_tensor_parallel import PLAN, STEPS, WIDTH, Scaled, batch, loss_of, net, parallelized

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_zero import ZeroMonitor, ZeroStrategy
-from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.ranks import waits
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer.memory.held_bytes import held_bytes
 from tests.engine.support import places_posted_often
 from tests.engine.test_alone import in_a_pool

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 
 SIGNALS = ("USR1", "USR2")
 SHELLS = ("bash", "interactive")

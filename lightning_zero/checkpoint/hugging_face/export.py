@@ -23,7 +23,6 @@ from lightning_zero.checkpoint.hugging_face.files import Files, Writer
 from lightning_zero.checkpoint.hugging_face.names import ADAPTERS, Group, Outgoing, outgoing
 from lightning_zero.checkpoint.sharded.items import by_home
 from lightning_zero.comm.agreements import broadcast_object, together
-from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, joined
@@ -32,6 +31,7 @@ from lightning_zero.engine.units.packed import prefixes_beside
 from lightning_zero.engine.whole.state_dicts import sharded_state_dict
 from lightning_zero.engine.whole.values import TensorParts, in_whole
 from lightning_zero.pretrained.folder import SINGLE
+from lightning_zero.settings import ConfigError
 
 T = TypeVar("T")
 # Files of tokenizers and processors.

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.durable import write_at
-from lightning_zero.config import ConfigError
 from lightning_zero.planning.layout import round_up
 from lightning_zero.pretrained.folder import DTYPES, INDEX, SINGLE
+from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.pages import byte_view
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_zero.checkpoint.sharded.items import Entry
-from lightning_zero.config import ConfigError
+from lightning_zero.settings import ConfigError
 
 INDEX = ".metadata"
 SUFFIX = ".distcp"

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lightning_zero.checkpoint.sharded.index import read_index, refusal
 from lightning_zero.checkpoint.sharded.items import unflattened
-from lightning_zero.config import ConfigError
 from lightning_zero.planning.boxes import boxes
 from lightning_zero.pretrained.stored import StoredTensor
+from lightning_zero.settings import ConfigError
 
 
 class Slice(io.RawIOBase):

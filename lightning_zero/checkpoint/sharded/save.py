@@ -23,12 +23,12 @@ from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, SUFFIX, make_i
 from lightning_zero.checkpoint.sharded.items import Entry, Item, items_of
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, together
 from lightning_zero.comm.streams import Streams
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.units.master_storage import FileStorage, FlatSlice, MasterStorage, opened
 from lightning_zero.engine.units.param import strides_of
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.progress import SILENT, Count, LongWork
 from lightning_zero.ranks.waits import Waits
+from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.pages import HostPages, byte_view
 

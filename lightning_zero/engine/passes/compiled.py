@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_zero.config import Compile as Blocks
-from lightning_zero.config import CompileConfig, ConfigError
 from lightning_zero.engine.passes.containers import Kwargs
 from lightning_zero.engine.passes.recompute import UnitForward
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.mesh.local_leaves import split_of
+from lightning_zero.settings import Compile as Blocks
+from lightning_zero.settings import CompileConfig, ConfigError
 
 _TRACED = "containers"  # the file that graphs may hold, because modules compute with it
 _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` keeps the compiled call

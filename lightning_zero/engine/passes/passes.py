@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
-from lightning_zero.config import Precision, ZeroConfig
 from lightning_zero.device import recording
 from lightning_zero.engine.passes.access import BufferSync, Fence, Writes
 from lightning_zero.engine.passes.gather_order import GatherOrder
@@ -33,6 +32,7 @@ from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.unit import State, Unit
+from lightning_zero.settings import Precision, ZeroConfig
 from lightning_zero.timeline.compute_lane import ComputeLane
 from lightning_zero.timeline.record import Timeline
 

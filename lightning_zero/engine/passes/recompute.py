@@ -25,7 +25,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.comm.streams import HELD, Streams
-from lightning_zero.config import Compile, ConfigError, Recompute, ZeroConfig
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
 from lightning_zero.engine.passes.containers import (
@@ -40,6 +39,7 @@ from lightning_zero.engine.passes.containers import (
 from lightning_zero.engine.passes.hooks import Hooks
 from lightning_zero.engine.torch_modes import caller_modes, outside_graphs, under_modes
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.settings import Compile, ConfigError, Recompute, ZeroConfig
 
 if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.interception import AroundStep, StateBySlice, Stepping
 from lightning_zero.engine.steps.runs import LEFT, FlatRun, ParamStates, Runs, steps_in
@@ -47,6 +46,7 @@ from lightning_zero.optimizers.trial import step_of
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
+from lightning_zero.settings import ConfigError, StateDtype
 
 
 class Stepper(ABC):

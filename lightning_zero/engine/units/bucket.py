@@ -23,7 +23,6 @@ from torch.autograd.graph import increment_version
 
 from lightning_zero.comm.communicator import Communicator, Sends
 from lightning_zero.comm.reduction import Pending
-from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
 from lightning_zero.engine.units.grad_store import GradStore, make_grad_store
@@ -34,6 +33,7 @@ from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.layout import Fragment
 from lightning_zero.planning.placement import Tier
 from lightning_zero.pretrained.stored import StoredTensor
+from lightning_zero.settings import StateDtype
 
 
 class AwaitedStep:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup
 from lightning_zero.engine.units.master_storage import Tiers
@@ -24,6 +23,7 @@ from lightning_zero.planning.buckets import place
 from lightning_zero.planning.placement import STAGES, TierRow
 from lightning_zero.planning.topology import by_part
 from lightning_zero.pretrained.first import ADAPTER, reset_adapter, resetter
+from lightning_zero.settings import ConfigError, Precision, ZeroConfig
 
 
 def materialise(

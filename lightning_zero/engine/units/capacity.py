@@ -19,7 +19,6 @@ import torch.distributed as dist
 from lightning_zero.comm.agreements import gather_objects
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, own_path, ranks_on_disk
-from lightning_zero.config import ConfigError, HybridShard, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.units.grad_store import Landing
@@ -39,6 +38,7 @@ from lightning_zero.planning.topology import (
 )
 from lightning_zero.ranks.peers import machine
 from lightning_zero.ranks.waits import Waits
+from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.nvme import NvmeTier

@@ -22,7 +22,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_zero.comm.agreements import gather_objects
-from lightning_zero.config import ConfigError, DType, Precision, Recompute, ZeroConfig
 from lightning_zero.engine.units.bucket import Dtypes
 from lightning_zero.engine.units.packed import is_packed, refuse_unpackable, tensors_beside
 from lightning_zero.engine.units.param import ParamInfo, classes_of, find_owner, strides_of
@@ -33,6 +32,7 @@ from lightning_zero.planning.memory import unit_bytes
 from lightning_zero.planning.placement import STAGES, Placement, UnitBytes
 from lightning_zero.planning.units import choose_units, owner_of
 from lightning_zero.ranks.waits import Waits
+from lightning_zero.settings import ConfigError, DType, Precision, Recompute, ZeroConfig
 
 # A parameter of the root unit with at least this many bytes gets a bucket of its own: embedding and head are at
 # opposite ends of the model, and the head's gradient need not wait for the embedding's.

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import ConfigError
 from lightning_zero.pretrained.stored import KeptTensor
+from lightning_zero.settings import ConfigError
 
 
 def is_packed(param: Tensor) -> bool:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.reduction import Pending
-from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine.units.bucket import Bucket, Place, gather_together
 from lightning_zero.engine.units.packed import is_packed
 from lightning_zero.engine.units.param import ParamInfo
+from lightning_zero.settings import ConfigError
 
 
 class State(Enum):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from lightning_zero.comm.share import Share, share_of_machine
-from lightning_zero.config import ConfigError, Offload, ZeroConfig
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
@@ -28,6 +27,7 @@ from lightning_zero.engine.whole.whole_params import gathered_buckets, take_writ
 from lightning_zero.optimizers.state_trees import State
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import STAGES
+from lightning_zero.settings import ConfigError, Offload, ZeroConfig
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import Engine

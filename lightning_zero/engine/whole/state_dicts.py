@@ -16,7 +16,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes.access import checksum
 from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.steps.optimizer import Stepper
@@ -42,6 +41,7 @@ from lightning_zero.engine.whole.whole_params import masters_changed, take_shown
 from lightning_zero.mesh.split import Split
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, with_leaves
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
+from lightning_zero.settings import ConfigError
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import Engine

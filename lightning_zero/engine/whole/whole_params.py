@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes.access import Writes, checksum
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -34,6 +33,7 @@ from lightning_zero.optimizers.state_trees import same_bits
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes, on_the_way_nbytes, reason_not_to_fit
 from lightning_zero.ranks.peers import machine
+from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.limits import available_host_memory
 
 if TYPE_CHECKING:

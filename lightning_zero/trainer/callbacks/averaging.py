@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.master_storage import ResidentStorage, opened
@@ -28,6 +27,7 @@ from lightning_zero.engine.whole.state_dicts import (
 )
 from lightning_zero.lightning_api import StochasticWeightAveraging, WeightAveraging, pl
 from lightning_zero.planning.placement import Tier
+from lightning_zero.settings import CheckpointFormat
 from lightning_zero.trainer.adapted import is_ours
 
 EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lightning_zero.config import ConfigError, Offload, Precision
 from lightning_zero.device import recording
 from lightning_zero.device.recording import MOVES, STANDS, Recorder
 from lightning_zero.engine import Engine
@@ -18,6 +17,7 @@ from lightning_zero.lightning_api import Callback, pl
 from lightning_zero.planning.buckets import RESTING
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.peaks import peak_flops
+from lightning_zero.settings import ConfigError, Offload, Precision
 from lightning_zero.trainer.callbacks.flops import FlopCount
 from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
 from lightning_zero.trainer.step_tokens import step_tokens

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.whole.whole_params import show_gathered
 from lightning_zero.lightning_api import ModelPruning, pl
+from lightning_zero.settings import ConfigError
 
 
 @contextlib.contextmanager

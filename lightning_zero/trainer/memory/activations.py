@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.comm.sequence import OnPaper
-from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine.passes.containers import dtype_hooks
 from lightning_zero.engine.passes.recompute import without_empty_caches
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules, recomputes
 from lightning_zero.lightning_api import extract_batch_size, isolate_rng, pl
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps
+from lightning_zero.settings import ConfigError, Precision, ZeroConfig
 from lightning_zero.trainer.callbacks.flops import flops_of
 from lightning_zero.trainer.memory.fake_module import (
     CPU,

@@ -19,16 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.config import (
-    ConfigError,
-    Offload,
-    OffloadConfig,
-    Recompute,
-    ZeroConfig,
-    candidate_rows,
-    for_layout,
-    with_rows,
-)
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, describe_units
@@ -40,6 +30,16 @@ from lightning_zero.planning.memory import ADAM_STATES, Limits
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.ranks.peers import machine
+from lightning_zero.settings import (
+    ConfigError,
+    Offload,
+    OffloadConfig,
+    Recompute,
+    ZeroConfig,
+    candidate_rows,
+    for_layout,
+    with_rows,
+)
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.trainer.memory.activations import NotMeasured, measure_sizes
 from lightning_zero.trainer.memory.fake_module import states_of

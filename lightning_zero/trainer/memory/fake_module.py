@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.config import ZeroConfig
 from lightning_zero.engine.units.describe import UnitGroup
 from lightning_zero.lightning_api import LightningEnvironment, isolate_rng, pl
 from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.planning.tensor_states import TensorStates
+from lightning_zero.settings import ZeroConfig
 from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
 
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, OptimizerConfig
 from lightning_zero.engine.units.describe import UnitGroup
 from lightning_zero.optimizers.known import count_states
 from lightning_zero.optimizers.probe import probe
 from lightning_zero.optimizers.refused import is_stepped_whole
 from lightning_zero.planning.owners import matrix_work
 from lightning_zero.planning.tensor_states import TensorState, TensorStates
+from lightning_zero.settings import ConfigError, OptimizerConfig
 
 
 class UnknownStateError(Exception):

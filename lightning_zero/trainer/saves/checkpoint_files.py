@@ -14,9 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_zero.checkpoint.sharded.index import INDEX, refusal
 from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.checkpoint.verify import NOTHING, Report, check
-from lightning_zero.config import ConfigError
 from lightning_zero.lightning_api import CheckpointIO, get_filesystem, is_local, rank_zero_info
 from lightning_zero.ranks.progress import SILENT, LongWork
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves.checkpoint_io import load, with_default
 from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer

@@ -14,12 +14,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.packed import prefixes_beside
 from lightning_zero.engine.whole.state_dicts import parts_of_saved, versioned
 from lightning_zero.lightning_api import BaseFinetuning, is_overridden, pl
 from lightning_zero.pretrained import some
+from lightning_zero.settings import ConfigError, ZeroConfig
 from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
 
 _VERSION = "pytorch-lightning_version"  # Lightning upgrades older checkpoints by it

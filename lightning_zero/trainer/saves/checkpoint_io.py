@@ -19,10 +19,10 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from lightning_zero.checkpoint.archive import write_archive
 from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
-from lightning_zero.config import MIB, ConfigError
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.lightning_api import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
 from lightning_zero.ranks.progress import SILENT, LongWork
+from lightning_zero.settings import MIB, ConfigError
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):

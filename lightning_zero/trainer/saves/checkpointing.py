@@ -20,7 +20,6 @@ from lightning_zero.checkpoint.hugging_face.names import RECORD as HUGGING_FACE
 from lightning_zero.checkpoint.hugging_face.names import record_of
 from lightning_zero.checkpoint.sharded.save import Behind
 from lightning_zero.comm.agreements import ApartError, gather_rows
-from lightning_zero.config import CheckpointFormat
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole import state_dicts
@@ -35,6 +34,7 @@ from lightning_zero.engine.whole.whole_params import shard_again
 from lightning_zero.lightning_api import LightningOptimizer, NoOptimizer, TrainerFn, TrainerStatus, pl, rank_zero_info
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError
+from lightning_zero.settings import CheckpointFormat
 from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
 from lightning_zero.trainer.processes import Ended

@@ -29,7 +29,6 @@ from lightning_zero.checkpoint.archive import Piece, Record, Skeleton, WriteAt, 
 from lightning_zero.checkpoint.durable import Part, aside, naming, write_at
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
-from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.master_storage import MasterStorage
@@ -48,6 +47,7 @@ from lightning_zero.engine.whole.values import (
 )
 from lightning_zero.lightning_api import Callback, WeightAveraging, get_filesystem, is_local, is_overridden, pl
 from lightning_zero.ranks.progress import Did
+from lightning_zero.settings import CheckpointFormat
 from lightning_zero.trainer.adapted import is_ours
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, saves_as_torch, writes_files
 

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.engine.whole.values import TensorParts
 from lightning_zero.lightning_api import CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import SILENT, LongWork
+from lightning_zero.settings import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
 
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_zero.config.names import (
+from lightning_zero.settings.names import (
     CheckpointFormat,
     Compile,
     ConfigError,
@@ -18,7 +18,7 @@ from lightning_zero.config.names import (
     StateDtype,
     nearest,
 )
-from lightning_zero.config.values import MIB, NBytes, check_types, positive
+from lightning_zero.settings.values import MIB, NBytes, check_types, positive
 
 
 @dataclass(kw_only=True, slots=True)

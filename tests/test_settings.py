@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.config import (
+from lightning_zero.presets import PRESETS
+from lightning_zero.settings import (
     ConfigError,
     DType,
     Offload,
@@ -24,7 +25,6 @@ from lightning_zero.config import (
     ZeroConfig,
     make_config,
 )
-from lightning_zero.presets import PRESETS
 from tests.rows import IN_FILES
 
 pytestmark = pytest.mark.smoke

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_zero.config.groups import (
+from lightning_zero.settings.groups import (
     CheckpointConfig,
     CompileConfig,
     OffloadConfig,
@@ -14,7 +14,7 @@ from lightning_zero.config.groups import (
     UnitConfig,
     check_state_dtype,
 )
-from lightning_zero.config.names import (
+from lightning_zero.settings.names import (
     Compile,
     ConfigError,
     Float8,
@@ -26,7 +26,7 @@ from lightning_zero.config.names import (
     StateDtype,
     TensorStyle,
 )
-from lightning_zero.config.values import MIB, NBytes, check_types, positive
+from lightning_zero.settings.values import MIB, NBytes, check_types, positive
 
 PREFETCH_BYTES = 256 * MIB
 

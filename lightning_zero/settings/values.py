@@ -16,9 +16,10 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-from lightning_zero.config.names import ROWS, ConfigError, choose
+from lightning_zero.settings.names import ROWS, ConfigError, choose
 
 MIB = 1024 * 1024
+CONF = Path(__file__).parents[1] / "conf"  # the Hydra groups
 
 if TYPE_CHECKING:
     NBytes = int

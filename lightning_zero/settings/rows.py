@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from lightning_zero.config.groups import OffloadConfig, StageConfig, without_effect
-from lightning_zero.config.names import ROWS, ConfigError, HybridShard, LossMean, Offload, Stage, choose, nearest
-from lightning_zero.config.settings import ZeroConfig, check_hybrid_shard, check_prefetch, check_rows
-from lightning_zero.config.values import kinds_of
+from lightning_zero.settings.groups import OffloadConfig, StageConfig, without_effect
+from lightning_zero.settings.names import ROWS, ConfigError, HybridShard, LossMean, Offload, Stage, choose, nearest
+from lightning_zero.settings.values import kinds_of
+from lightning_zero.settings.zero_config import ZeroConfig, check_hybrid_shard, check_prefetch, check_rows
 
 
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:

@@ -1,0 +1,1 @@
+"""Groups of our own commands: train, plan and submit."""

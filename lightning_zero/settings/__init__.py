@@ -1,0 +1,49 @@
+"""Every setting of lightning_zero: Hydra schema, Python API and documentation.
+
+::
+
+    groups      the dataclasses of the groups zero/*, with what each setting means
+    zero_config ZeroConfig: all groups together, the arguments of ZeroStrategy
+    names       enums of allowed values, and ConfigError
+    values      types of settings, and sizes such as 80GB
+    rows        makes settings from keywords, names such as zero3, and other settings
+"""
+
+from lightning_zero.settings.groups import CheckpointConfig as CheckpointConfig
+from lightning_zero.settings.groups import CompileConfig as CompileConfig
+from lightning_zero.settings.groups import OffloadConfig as OffloadConfig
+from lightning_zero.settings.groups import OptimizerConfig as OptimizerConfig
+from lightning_zero.settings.groups import PrecisionConfig as PrecisionConfig
+from lightning_zero.settings.groups import UnitConfig as UnitConfig
+from lightning_zero.settings.groups import check_rounding as check_rounding
+from lightning_zero.settings.groups import check_state_dtype as check_state_dtype
+from lightning_zero.settings.names import CheckpointFormat as CheckpointFormat
+from lightning_zero.settings.names import Compile as Compile
+from lightning_zero.settings.names import ConfigError as ConfigError
+from lightning_zero.settings.names import DType as DType
+from lightning_zero.settings.names import Float8 as Float8
+from lightning_zero.settings.names import HybridShard as HybridShard
+from lightning_zero.settings.names import LossMean as LossMean
+from lightning_zero.settings.names import Offload as Offload
+from lightning_zero.settings.names import Precision as Precision
+from lightning_zero.settings.names import Recompute as Recompute
+from lightning_zero.settings.names import Sharding as Sharding
+from lightning_zero.settings.names import Stage as Stage
+from lightning_zero.settings.names import StateDtype as StateDtype
+from lightning_zero.settings.names import TensorStyle as TensorStyle
+from lightning_zero.settings.names import choose as choose
+from lightning_zero.settings.names import nearest as nearest
+from lightning_zero.settings.rows import allowed_rows as allowed_rows
+from lightning_zero.settings.rows import candidate_rows as candidate_rows
+from lightning_zero.settings.rows import check_decided as check_decided
+from lightning_zero.settings.rows import for_layout as for_layout
+from lightning_zero.settings.rows import is_decided as is_decided
+from lightning_zero.settings.rows import make_config as make_config
+from lightning_zero.settings.rows import with_rows as with_rows
+from lightning_zero.settings.values import MIB as MIB
+from lightning_zero.settings.values import make_folder as make_folder
+from lightning_zero.settings.values import parse_bytes as parse_bytes
+from lightning_zero.settings.zero_config import ZeroConfig as ZeroConfig
+from lightning_zero.settings.zero_config import check_hybrid_shard as check_hybrid_shard
+from lightning_zero.settings.zero_config import check_prefetch as check_prefetch
+from lightning_zero.settings.zero_config import check_rows as check_rows
