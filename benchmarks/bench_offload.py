@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
