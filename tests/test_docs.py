@@ -147,7 +147,9 @@ def test_the_page_of_messages_has_those_of_settings() -> None:
 @pytest.mark.full
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    run_command("python", "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path, code=0)
+    run_command(
+        "python", "-m", "mkdocs", "build", "--strict", "-f", "docs/site/mkdocs.yml", "--site-dir", tmp_path, code=0
+    )
     pages = {page.name: page.read_text() for page in tmp_path.glob("*.html")}
     assert {"index.html", "images.html", "messages.html"} <= set(pages)
     for name, text in pages.items():
