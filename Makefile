@@ -19,7 +19,8 @@ TORCH := torch==$(TORCH_VERSION)
 else ifeq ($(GPU),yes)
 TORCH :=
 else
-TORCH := -c constraints-cpu.txt
+# An exact version, for which a CPU build is found where a range would find the CUDA build.
+TORCH := torch==2.13.0
 endif
 ifneq ($(TORCH_INDEX_URL),)
 TORCH += --extra-index-url $(TORCH_INDEX_URL)
@@ -32,7 +33,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 DOCS_STAMP := $(VENV)/.installed-docs-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train smoke test test-full test-extras test-cuda test-slurm docs mutants fuzz bench bench-offload bench-whole bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
+.PHONY: help install train smoke test test-full test-extras test-cuda test-slurm docs mutants fuzz bench bench-offload bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -42,7 +43,7 @@ help: ## this list
 
 install: $(STAMP) ## the virtual environment, with this package and torch
 
-$(STAMP): pyproject.toml constraints-cpu.txt
+$(STAMP): pyproject.toml
 	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11: PYTHON=...")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test]'
@@ -94,7 +95,7 @@ test-cuda: $(STAMP) ## the engine and the Trainer on emulated GPUs
 
 docs: $(DOCS_STAMP) ## the documentation as a site, in outputs/site
 	$(PY) docs/made.py
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet -f docs/site/mkdocs.yml
 	@echo "outputs/site: look at it by $(PY) -m http.server --directory outputs/site"
 
 $(DOCS_STAMP): $(STAMP)
@@ -121,9 +122,6 @@ bench: $(STAMP) ## speed beside DDP and FSDP2 (docs/benchmarks.md)
 
 bench-offload: $(STAMP) ## what offload costs
 	$(PY) -m benchmarks.bench_offload $(ARGS)
-
-bench-whole: $(STAMP) ## steps of whole tensors, replicated and divided
-	$(PY) -m benchmarks.bench_whole $(ARGS)
 
 bench-scale: $(STAMP) ## one rank of up to 4096
 	$(PY) -m benchmarks.bench_scale $(ARGS)

@@ -7,7 +7,6 @@ measured.
 
     python -m benchmarks.bench_offload --nvme /path/on/a/local/disk
     python -m benchmarks.bench_offload --states    # steps with state in fp32, bf16 and int8, by turns
-    python -m benchmarks.bench_offload --nvme /path/on/a/local/disk --vertical 8    # bench_vertical
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ import statistics
 import tempfile
 import time
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks import bench, bench_vertical
+from benchmarks import bench
 from benchmarks.rates import disk_rates
 from benchmarks.sides.side import make_adamw
 from lightning_zero.planning.placement import OFFLOADS
@@ -115,15 +113,12 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="the 294 M model too")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--states", action="store_true", help="nothing but zero.optimizer.state_dtype, by turns")
-    parser.add_argument("--vertical", type=int, nargs="?", const=8, help="nvme: a batch in so many parts, and no more")
     args = parser.parse_args()
     print(f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="lightning_zero_bench_", dir=args.nvme) as folder:
         if args.states:
             for row in ("optimizer_nvme", "nvme"):
                 print(json.dumps(bench.launch(states_in_turn, 1, folder, row)), flush=True)
-        elif args.vertical:
-            bench_vertical.compare(Path(folder), "nvme", args.vertical, args.rounds)
         else:
             rows_in_turn(args, folder)
 

@@ -50,7 +50,6 @@ MORE = {
     "zero.optimizer.state_dtype": "offload.md#state-in-bf16-or-8-bits",
     "zero/compile": "#torchcompile",
     "zero.timeline": "monitoring.md#timeline",
-    "zero.vertical_chunks": "vertical_accumulation.md",
     "zero.init_from": "checkpoints.md#hugging-face",
     "zero.gather_after_fit": "parameters.md#after-a-run",
     "zero.sequence_parallel": "long_sequences.md",

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench, bench_whole
+from benchmarks import bench
 from benchmarks.bench_scale import Case, Result, measure
 from benchmarks.checkpoint import hugging_face, tables
 from benchmarks.checkpoint.measure import SIDES
@@ -53,12 +53,6 @@ def test_one_rank_reports_its_memory_and_compiled_sides_their_speedup() -> None:
     for row in rows:
         assert row["loss_differs_by"] <= bench.TOLERANCE["bf16"] and row["peak_mib"] >= 0
         assert ("cpu_vs_eager" in row) == row["side"].endswith(COMPILED)
-
-
-@pytest.mark.full
-def test_steps_of_whole_tensors_are_measured_on_each_rank() -> None:
-    found = bench_whole.measure(2, 3, width=16, depth=1, rounds=1)
-    assert len(found) == 2 and all(0 < seconds < 60 for seconds in found)
 
 
 @pytest.mark.parametrize(("loss", "is_error"), [(4.0, False), (4.0002, False), (4.002, True), (float("nan"), True)])

@@ -141,14 +141,15 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
 
 def test_the_page_of_messages_has_those_of_settings() -> None:
     page = made().messages()
-    assert "- `` zero.unit.whole_batch has no effect with zero.vertical_chunks=1." in page
     assert len(page.splitlines()) > 300
 
 
 @pytest.mark.full
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    run_command("python", "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path, code=0)
+    run_command(
+        "python", "-m", "mkdocs", "build", "--strict", "-f", "docs/site/mkdocs.yml", "--site-dir", tmp_path, code=0
+    )
     pages = {page.name: page.read_text() for page in tmp_path.glob("*.html")}
     assert {"index.html", "images.html", "messages.html"} <= set(pages)
     for name, text in pages.items():

@@ -30,7 +30,7 @@ from tests.harness import ROOT, run_command
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PYTHONS = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
-TEXT_FILES = ["pyproject.toml", "Makefile", "README.md", "constraints-cpu.txt", ".ci/run", ".pre-commit-config.yaml"]
+TEXT_FILES = ["pyproject.toml", "Makefile", "README.md", ".ci/run", ".pre-commit-config.yaml"]
 
 
 @pytest.mark.full
@@ -132,7 +132,7 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
 
 
 @pytest.mark.parametrize(("variables", "expected"), [
-    ([], "-c constraints-cpu.txt"),
+    ([], "torch==2.13.0"),
     (["TORCH_VERSION=2.12.0"], "torch==2.12.0"),
     (["TORCH_INDEX_URL=file:///wheels"], "--extra-index-url file:///wheels"),
     (["GPU=yes"], "install --quiet --disable-pip-version-check  -e"),
@@ -243,7 +243,7 @@ def test_pins_are_exact_and_within_the_bounds_of_the_project() -> None:
     assert all(version(name) for name in PINS)
     for text in PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]:
         assert Requirement(text).specifier.contains(version(Requirement(text).name)), text
-    assert f"torch=={version('torch')}" in (ROOT / "constraints-cpu.txt").read_text().splitlines()
+    assert f"torch=={version('torch')}" in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.full

@@ -99,7 +99,6 @@ def document(plan: MemoryPlan) -> dict[str, Any]:
             "precision": described.precision,
             "whole_copy": model.copy_nbytes,
             "gather_after_fit": model.gather_after_fit,
-            "vertical_chunks": model.in_parts,
         },
         "activations": {
             "samples": model.samples,

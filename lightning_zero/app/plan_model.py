@@ -212,8 +212,7 @@ def with_activations(
     other = None
     if both_ways and len(found.model.names) > 1:
         how = Recompute.none if found.model.recomputes else Recompute.blocks
-        whole = replace(zero.unit, whole_batch=[])
-        config_of_other = make_config(zero, activation_checkpointing=how, vertical_chunks=1, unit=whole)
+        config_of_other = make_config(zero, activation_checkpointing=how)
         with contextlib.suppress(NotMeasured):
             other = measure(module, batch, config_of_other, precision)
     return replace(found, model=replace(found.model, activations=sizes, samples=sizes.sizes[0]), other=other)

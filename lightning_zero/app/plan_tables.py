@@ -79,8 +79,7 @@ def machine_line(machine: Machine) -> str:
 
 def title_of(model: Model, machine: Machine, precision: str) -> str:
     count = sum(shape.numel * shape.parts for shape in model.shapes)
-    parts = f", batches in {model.in_parts} parts" if model.in_parts > 1 else ""
-    return f"{count:,} parameters, {precision}{parts}; {machine_line(machine)}"
+    return f"{count:,} parameters, {precision}; {machine_line(machine)}"
 
 
 def _peaks(row: Row) -> list[str]:
@@ -214,9 +213,8 @@ def activations_line(model: Model, described: Described) -> str:
         less = max(described.other.peak(backward=False), described.other.peak(backward=True))
         with_it = "without" if model.recomputes else "with"
         other = f" ({short_bytes(less)} {with_it} zero.activation_checkpointing=blocks)"
-    parts = f" in {model.in_parts} parts (zero.vertical_chunks)" if model.in_parts > 1 else ""
     return (
-        f"Peaks hold {short_bytes(most)} of activations of {model.samples} sample(s){parts}{other}, "
+        f"Peaks hold {short_bytes(most)} of activations of {model.samples} sample(s){other}, "
         f"{short_bytes(found.saved)} of them kept for the backward."
         + (
             f" Of sequences that ranks share, a rank sends {short_bytes(found.exchanged)} a micro-batch besides."

@@ -6,7 +6,6 @@
     build        checks before an engine is made, and hooks on its modules
     units        the sharded parameters: their flat buffers, and the tiers that hold these
     passes       forward and backward: gathers, gradients, reductions
-    vertical     runs a unit on all chunks of the batch before the next unit
     steps        optimizers and offloaded steps
     whole        state dicts, gather() and restage()
     torch_modes  sets torch's modes for engine work

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +14,6 @@ from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import Context, InputsOnHost, Recomputation, UnitForward, check_blocks
 from lightning_zero.engine.units import describe
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.engine.vertical.units import UnitInChunks, Vertical, check_divided, units_around, whole_batch_units
 from lightning_zero.settings import (
     Compile,
     ConfigError,
@@ -41,44 +39,28 @@ def describe_checked(
     make_folder("zero.timeline", config.timeline)
     groups = describe.describe_units(module, config, precision)
     check_blocks(groups[1:], config)
-    check_divided(module, [group.name for group in groups], config)
     check_compiled(module, [group.name for group in groups])
     return groups
 
 
-class Forwards(NamedTuple):
-    """Holds two objects that the replaced forwards of all units share: for chunks of the batch, and for compiling."""
-
-    vertical: Vertical
-    compiled: CompiledModules
-
-
-def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> Forwards:
-    """Replace the forwards of ``units`` by ones that recompute activations, run on chunks of the batch or are compiled,
-    as ``config`` asks. Return the objects that these new forwards share."""
+def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> CompiledModules:
+    """Replace the forwards of ``units`` by ones that recompute activations or are compiled, as ``config`` asks."""
     keeping: Context = nullcontext
     if config.activation_checkpointing is Recompute.offload:
         streams = passes.comm.streams
         keeping = InputsOnHost(streams) if streams.are_there else save_on_cpu
-    vertical = Vertical(config.vertical_chunks, module, passes, keeping)
-    names = [unit.name for unit in units]
-    in_chunks, around = set[str](), set[str]()
-    if config.vertical_chunks > 1:
-        in_chunks, around = set(names) - whole_batch_units(module, names, config), units_around(names)
     forwards: dict[str, UnitForward] = {}
     for unit in units:
         block = module.get_submodule(unit.name)
         forwards[unit.name] = forward = UnitForward(unit, block, passes.hooks)
-        if unit.name in in_chunks:
-            forward.put_around(UnitInChunks(unit, block, vertical, passes))
-        elif unit.name and unit.name not in around and describe.recomputes(block, config):
+        if unit.name and describe.recomputes(block, config):
             forward.put_around(Recomputation(block, passes, keeping))
 
     def refuse(function: Callable[..., object], name: str) -> None:
         describe.refuse_cuda_graph(function, name, passes.config)
 
     blocks = None if config.compile.name is Compile.none else compile_with(**config.compile.arguments)
-    return Forwards(vertical, CompiledModules(module, forwards, blocks, refuse))
+    return CompiledModules(module, forwards, blocks, refuse)
 
 
 def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> None:

@@ -14,7 +14,7 @@
                         fence          refuses calls that would see placeholders
                         after_step     offloaded steps, and the gathers that follow steps
     engine.optimizers   step the shards by the users' optimizers
-    engine.forwards     replacements of units' forwards: chunks of the batch, torch.compile
+    engine.compiled     units and modules that are compiled
 
 ``whole/`` has functions that take an engine: :func:`gather`, optimizers' state dicts, whole parameters between runs.
 """
@@ -149,7 +149,7 @@ class Engine:
         self.passes.steppers = self.optimizers
         self._around_step = AroundStep(self.units, self.passes)
         self._access = Access(self.units, self.passes)
-        self.forwards = build.replace_forwards(module, self.units, self.passes, self.config)
+        self.compiled = build.replace_forwards(module, self.units, self.passes, self.config)
         build.register_hooks(module, self.units, self.passes, config)
         for unit in self.units:
             unit.before_drop = self.passes.writes.take_over
@@ -237,7 +237,7 @@ class Engine:
         if confirms:
             passes.writes.confirm_if_any()
         passes.hooks.remove()
-        self.forwards.compiled.undo()
+        self.compiled.undo()
         released = [(stepper, weakref.ref(stepper.pause())) for stepper in self.optimizers]
         self.optimizers.clear()
         self._release_optimizers(released, self.comm.device)

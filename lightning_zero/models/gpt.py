@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_zero.layerwise.loss import chunked_loss, chunks_of
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
 from lightning_zero.sequence.part import current, sequence_positions
 from lightning_zero.settings import ConfigError
@@ -133,8 +132,7 @@ class GPT(nn.Module):
         if tie_weights:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits. With ``targets [batch, length]``, return each token's loss in nats, by chunks of logits."""
+    def forward(self, tokens: Tensor) -> Tensor:
         x, rotation = self.embed(tokens), None
         positions = sequence_positions(tokens.shape[1], tokens.device)
         if self.position is not None:
@@ -149,8 +147,7 @@ class GPT(nn.Module):
             rotation = rotations(positions, self.head_width)[None]
         for block in self.blocks:
             x = block(x, rotation)
-        x = self.norm(x)
-        return self.head(x) if targets is None else chunked_loss(self.head, None, x, targets, reduction="none")
+        return self.head(self.norm(x))
 
 
 class LitGPT(LanguageModel):
@@ -179,8 +176,3 @@ class LitGPT(LanguageModel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt(tokens)
-
-    def _losses(self, batch: Tensor) -> Tensor:
-        if chunks_of(self.gpt.head) == 1:
-            return super()._losses(batch)
-        return self.gpt(batch[:, :-1], batch[:, 1:])

@@ -80,7 +80,7 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConfig) -> int | None:
     """Return the largest micro-batch of a rank, in samples, with which the plan ``row`` fits, up to ``MOST_SAMPLES``.
 
-    Return None if activations are unknown, or known for one size only. The size is a multiple of ``model.in_parts``. If
+    Return None if activations are unknown, or known for one size only. If
     possible, activations are measured at that size, because bytes may grow faster than samples. ``usable``: the machine
     without the memory that stays free.
     """
@@ -89,22 +89,22 @@ def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConf
         return None
 
     def fits(of_a_part: int, activations: ByBatchSize = known) -> bool:
-        of_size = replace(model, samples=of_a_part * model.in_parts, activations=activations)
+        of_size = replace(model, samples=of_a_part, activations=activations)
         return plan_row(of_size, row.stage, row.offload, usable, settings).fits
 
     samples = range(1, MOST_SAMPLES + 1)
     found = bisect.bisect_left(samples, True, key=lambda of_a_part: not fits(of_a_part))  # 0: none fits
-    if known.measure is not None and found * model.in_parts > max(known.sizes):
+    if known.measure is not None and found > max(known.sizes):
         measure = known.measure
 
         def really_fits(of_a_part: int) -> bool:
-            size = of_a_part * model.in_parts
+            size = of_a_part
             measured = measure(size)
             return measured is not None and fits(of_a_part, ByBatchSize((size, size), (measured, measured)))
 
-        smallest = (model.samples or known.sizes[0]) // model.in_parts  # ``row`` is known to fit with this size
+        smallest = model.samples or known.sizes[0]  # ``row`` is known to fit with this size
         found = _largest_measured(really_fits, smallest, found)
-    return found * model.in_parts
+    return found
 
 
 def _largest_measured(fits: Callable[[int], bool], low: int, high: int) -> int:

@@ -52,7 +52,6 @@ class Model:
     activations: ByBatchSize | None = None  # activations of a micro-batch; None: not counted
     samples: int | None = None  # size of a micro-batch; default: the smaller measured size
     recomputes: bool = False  # activations include activation checkpointing
-    in_parts: int = 1  # number of parts in which a batch passes through a unit; activations include this
     gather_after_fit: bool | None = None  # gather the module after a run. True: it must fit. None: if it fits
 
     @property

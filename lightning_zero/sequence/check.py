@@ -4,9 +4,11 @@ gradient's elements with random signs."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -232,3 +234,20 @@ def leaves(batch: Any) -> Iterator[Any]:
             yield from leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
         else:
             yield leaf
+
+
+_TRYING: ContextVar[bool] = ContextVar("a trial runs", default=False)
+
+
+def is_trying() -> bool:
+    """Return whether this thread is inside :func:`trying`: what runs is no work of the model's."""
+    return _TRYING.get()
+
+
+@contextlib.contextmanager
+def trying() -> Iterator[None]:
+    token = _TRYING.set(True)
+    try:
+        yield
+    finally:
+        _TRYING.reset(token)

@@ -189,13 +189,10 @@ class UnitConfig:
             repeated blocks in ModuleList and Sequential; if these hold less than half of a model above 1 MiB, the rest
             is divided into modules of at most an eighth of the model. The model's own class makes it one unit.
         max_bytes: larger units that ``classes`` does not name are divided into their children if possible.
-        whole_batch: class names; units of these classes, or containing one, run on the whole batch under
-            ``zero.vertical_chunks``.
     """
 
     classes: list[str] = field(default_factory=list)
     max_bytes: NBytes = 4096 * MIB
-    whole_batch: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_types("zero.unit", self)

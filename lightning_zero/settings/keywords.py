@@ -45,7 +45,6 @@ OffloadSettings.__doc__ = groups.OffloadConfig.__doc__
 class UnitSettings(TypedDict, total=False):
     classes: Sequence[str]
     max_bytes: int | str
-    whole_batch: Sequence[str]
 
 
 UnitSettings.__doc__ = groups.UnitConfig.__doc__
@@ -101,7 +100,6 @@ class FabricKeywords(TypedDict, total=False):
     keep_gathered_bytes: int | str
     reduce_bucket_bytes: int | str
     activation_checkpointing: Literal["none", "blocks", "offload"]
-    vertical_chunks: int
     hybrid_shard: Literal["auto", "flat", "node", "node_backward"]
     dynamic_graph: bool
     init_from: str | PathLike[str] | None

@@ -51,8 +51,6 @@ class ZeroConfig:
             buffers of reductions.
         activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and recomputes the rest in
             the backward; ``offload``: these inputs also wait in host memory.
-        vertical_chunks: number of parts of the batch; all parts go through a unit, one after the other, before the next
-            unit (vertical accumulation), so that one gather serves all. Needs ``activation_checkpointing``.
         hybrid_shard: ``flat`` shards over all ranks; ``node`` within each node, with replicas across nodes, so that
             gathers stay within nodes but shards are larger; ``node_backward`` shards over all ranks, but each node
             keeps a copy of every unit after its forward, for the backward's gathers. ``auto`` takes ``node`` on several
@@ -86,7 +84,6 @@ class ZeroConfig:
     keep_gathered_bytes: NBytes = 0
     reduce_bucket_bytes: NBytes = 256 * MIB
     activation_checkpointing: Recompute = Recompute.none
-    vertical_chunks: int = 1
     hybrid_shard: HybridShard = HybridShard.auto
     dynamic_graph: bool = False
     init_from: str | None = None
@@ -108,12 +105,11 @@ class ZeroConfig:
         check_hybrid_shard(self.hybrid_shard, self.stage.name, self.offload.name)
         for key in ("prefetch_bytes", "keep_gathered_bytes"):
             positive(f"zero.{key}", getattr(self, key), zero_ok=True)
-        sizes = ("reduce_bucket_bytes", "vertical_chunks", "sequence_parallel", "tensor_parallel", "expert_parallel")
+        sizes = ("reduce_bucket_bytes", "sequence_parallel", "tensor_parallel", "expert_parallel")
         for key in (*sizes, "stall_timeout_s"):
             positive(f"zero.{key}", getattr(self, key))
         if self.fingerprint is not None:
             positive("zero.fingerprint", self.fingerprint)
-        self._check_vertical_chunks()
         self._check_sequence_parallel()
         self._check_splits()
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
@@ -141,12 +137,6 @@ class ZeroConfig:
                 f"step, which graphs hide), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
                 "zero.sequence_parallel."
             )
-        if self.sequence_parallel > 1 and self.vertical_chunks > 1:
-            raise ConfigError(
-                "zero.sequence_parallel: expected 1 with zero.vertical_chunks above 1 (a batch is shared along its "
-                f"sequence or divided along its samples, not both), got {self.sequence_parallel}. Drop one of them; "
-                "trainer.accumulate_grad_batches goes with zero.sequence_parallel."
-            )
 
     @property
     def splits(self) -> str:
@@ -164,7 +154,6 @@ class ZeroConfig:
             return
         for key, got, only, why in (
             ("zero.sequence_parallel", self.sequence_parallel, 1, "a batch is shared one way or the other"),
-            ("zero.vertical_chunks", self.vertical_chunks, 1, "chunks of split modules are not proved"),
             ("zero/compile", self.compile.name, Compile.none, "a compiled graph would not see the split parameters"),
             ("zero.optimizer.state_dtype", self.optimizer.state_dtype, StateDtype.fp32, "blocks are not cut"),
             ("zero.gather_after_fit", self.gather_after_fit, None, "each rank keeps its part of the module"),
@@ -178,18 +167,6 @@ class ZeroConfig:
             raise ConfigError(
                 f"{self.splits}: expected 1 with zero.hybrid_shard={self.hybrid_shard.name} (split "
                 "parameters are divided over the ranks that have the same part). Drop one of them."
-            )
-
-    def _check_vertical_chunks(self) -> None:
-        if self.vertical_chunks > 1 and self.activation_checkpointing is Recompute.none:
-            raise ConfigError(
-                "zero.vertical_chunks: expected 1 with zero.activation_checkpointing=none (units that run in parts "
-                f"keep their inputs only, and compute the rest again), got {self.vertical_chunks}. Set "
-                "zero.activation_checkpointing=blocks, or offload, or drop zero.vertical_chunks."
-            )
-        if self.unit.whole_batch and self.vertical_chunks == 1:
-            raise ConfigError(
-                "zero.unit.whole_batch has no effect with zero.vertical_chunks=1. Drop it, or set zero.vertical_chunks."
             )
 
 

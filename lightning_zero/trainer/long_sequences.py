@@ -50,7 +50,7 @@ class LongSequences(SequenceSteps):
             super().__init__(module, None)
             return
         check_groups(config, engine.comm.world_size)
-        if engine.forwards.compiled.are_there:
+        if engine.compiled.are_there:
             raise ConfigError(
                 "zero.sequence_parallel: expected a module that torch.compile has not made (attention is another "
                 f"function in a step, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "

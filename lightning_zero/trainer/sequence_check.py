@@ -20,7 +20,6 @@ from lightning_zero.comm.sequence import OnPaper, SequenceGroup
 from lightning_zero.device import recording
 from lightning_zero.engine import Engine
 from lightning_zero.engine.passes.access import Writes
-from lightning_zero.engine.vertical.chunked import trying
 from lightning_zero.sequence.check import (
     Agreeing,
     Found,
@@ -29,6 +28,7 @@ from lightning_zero.sequence.check import (
     difference_of_evaluations,
     kind_of,
     refusal,
+    trying,
     unit,
 )
 from lightning_zero.sequence.part import Window
@@ -129,7 +129,6 @@ class SequenceCheck:
                     stack.enter_context(engine.passes.looking(lambda info, grad: sums.add(info.fqn, grad)))
                 stack.enter_context(agreeing)
                 stack.enter_context(engine.step_scope(f"the check of {name}", evaluation=evaluates))
-                stack.enter_context(engine.forwards.vertical.step((own, *args[1:]), evaluation=evaluates))
                 if evaluates:
                     found.output = self._steps.evaluate(computing, step, own, *args[1:])
                 else:

@@ -48,7 +48,6 @@ from lightning_zero.trainer import interruptions, loops
 from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
 from lightning_zero.trainer.fingerprints import Fingerprints
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
-from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.memory import auto_row
@@ -440,10 +439,9 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             self._random_numbers.on_train_start()
         self._sequences.seed_alike()
         assert self.lightning_module is not None
-        if self.engine.forwards.compiled.are_there:
+        if self.engine.compiled.are_there:
             rank_zero_info("compiling: the first steps of training and of validation may take minutes")
         trainer = self.lightning_module.trainer
-        check_last_batches(trainer, self.config.vertical_chunks)
         repair_counts(trainer)
         if self.config.fingerprint is not None:
             self._fingerprints = Fingerprints(trainer, self.engine, self.config.fingerprint)
@@ -464,10 +462,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if self._sends_buffers:
             self.engine.passes.buffers.sync()
         self._sequences.check("training_step", super().training_step, args, kwargs)
-        with (
-            self.engine.step_scope("training_step"),
-            self.engine.forwards.vertical.step((args, kwargs), evaluation=False),
-        ):
+        with self.engine.step_scope("training_step"):
             return self._sequences.training_step(super().training_step, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -522,8 +517,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             if self._sends_buffers:
                 self.engine.passes.buffers.sync(evaluates=True)
         self._sequences.check(key, step, args, kwargs, together=starts)
-        engine = self.engine
-        with engine.step_scope(key, evaluation=True), engine.forwards.vertical.step((args, kwargs), evaluation=True):
+        with self.engine.step_scope(key, evaluation=True):
             return self._sequences.evaluation_step(step, *args, **kwargs)
 
     @contextlib.contextmanager

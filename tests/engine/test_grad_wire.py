@@ -120,13 +120,6 @@ def test_both_wires_have_the_same_bits(case: Case, tmp_path: Path) -> None:
     run(case.world, _check, case, tmp_path)
 
 
-@on_ranks(2)
-def test_sums_of_two_chunks_are_sent_in_fp32() -> None:
-    chunks = {"vertical_chunks": 2, "activation_checkpointing": "blocks"}
-    with Sharded(Model(), stage=3, precision="bf16", **chunks) as side:
-        assert {bucket.dtypes.wire for bucket in side.engine.buckets} == {torch.float32}
-
-
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 

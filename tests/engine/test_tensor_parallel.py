@@ -365,7 +365,6 @@ def test_module_that_its_user_has_split_keeps_its_styles() -> None:
         (settings, "zero.tensor_parallel=2: expected 1 with zero")  # what is not proved with parts
         for settings in (
             {"sequence_parallel": 2},
-            {"vertical_chunks": 2, "activation_checkpointing": "blocks"},
             {"compile": "blocks"},
             {"stage": 1, "optimizer": {"state_dtype": "bf16"}, "precision": "bf16"},
             {"gather_after_fit": True},

@@ -24,7 +24,7 @@ from tests.trainer.test_settings import EQUAL, in_folder
 from tests.trainer.toys import FEATURES, loader, once
 
 # Those with tests of their own, here or beside.
-ELSEWHERE = {"stage", "precision", "checkpoint", "timeline", "init_from", "vertical_chunks", "sequence_parallel"}
+ELSEWHERE = {"stage", "precision", "checkpoint", "timeline", "init_from", "sequence_parallel"}
 ELSEWHERE |= {"loss", "fingerprint", "tensor_parallel", "expert_parallel", "tensor_plan"}
 
 
@@ -61,13 +61,6 @@ def test_setting_is_seen_in_the_engine_and_changes_no_number(name: str, tmp_path
 def test_settings_of_precision_change_losses(precision: str, setting: dict[str, Any], tmp_path: Path) -> None:
     run = train(strategy(tmp_path, precision=setting), precision=precision)
     assert run.losses != train("zero3", precision=precision).losses
-
-
-@pytest.mark.full
-@on_ranks(2)
-def test_vertical_chunks_give_the_losses_of_whole_batches(tmp_path: Path) -> None:
-    found = train(strategy(tmp_path, vertical_chunks=2, activation_checkpointing="blocks"))
-    assert found.losses == pytest.approx(train("zero3").losses, rel=1e-4)
 
 
 @pytest.mark.full

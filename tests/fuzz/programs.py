@@ -61,7 +61,6 @@ class Settings(Data):
     offload: str = "none"
     precision: str = "fp32"
     recompute: str = "none"
-    vertical_chunks: int = 1
     classes: tuple[str, ...] = ()
     max_bytes: int = 0
     prefetch_bytes: int = 10**6

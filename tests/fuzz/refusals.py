@@ -91,16 +91,6 @@ REFUSALS = (
         lambda program: program.settings.recompute != "none",
     ),
     Refusal(
-        r"CannotDivide: unit .* is run in \d chunks",
-        "parts would give other results than the whole",
-        lambda program: program.settings.vertical_chunks > 1,
-    ),
-    Refusal(
-        r"(ConfigError|Changes|RuntimeError): .*zero\.vertical_chunks",
-        "parts would give other results than the whole, or no gradients",
-        lambda program: program.settings.vertical_chunks > 1,
-    ),
-    Refusal(
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
         "a graph is walked again, from weights of the root, which only a backward that is told of has gathered, or "
         "from weights that were read outside of their module's call",

@@ -331,7 +331,6 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         "offload": {"name": settings.offload},
         "unit": {"classes": list(settings.classes)} | ({"max_bytes": settings.max_bytes} if settings.max_bytes else {}),
         "activation_checkpointing": settings.recompute,
-        "vertical_chunks": settings.vertical_chunks,
         "reduce_bucket_bytes": settings.reduce_bucket_bytes,
     }
     if "nvme" in settings.offload or settings.offload == "auto":

@@ -10,7 +10,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 from lightning_zero.settings import allowed_rows
 from tests.fuzz import programs as p
-from tests.fuzz.models import CONTAINERS, LEAVES, MIXES, ROWS, class_names
+from tests.fuzz.models import CONTAINERS, LEAVES, MIXES, class_names
 from tests.fuzz.sides import OPTIMIZERS
 
 PARTS = st.integers(0, 3)
@@ -150,9 +150,6 @@ def programs(draw: DrawFn) -> p.Program:
     world = draw(st.sampled_from([2, 2, 2, 1, 3, 4]))
     model = draw(MODELS)
     settings = draw(_settings(model, world))
-    if draw(_rarely(4)):  # parts of a batch are computed again in any case
-        recompute = settings.recompute if settings.recompute != "none" else "blocks"
-        settings = replace(settings, vertical_chunks=ROWS, recompute=recompute)
     program = p.Program(
         model=model,
         actions=draw(ACTIONS),
@@ -183,12 +180,7 @@ def _comparable(program: p.Program) -> p.Program:
     settings, actions = program.settings, program.actions
     # A recomputation takes the new values, torch's own checkpoints too.
     if kinds & CHANGES_BUFFERS or _writes_before_a_backward(actions):
-        settings = replace(settings, recompute="none", vertical_chunks=1)
-    # Parts draw other numbers for dropout; without a gradient a loss that is kept is the last chunk's.
-    if any(
-        (node.kind == "Layer" and node.n % 4 > 1) or (node.kind in ("Row", "KeepsALoss") and node.n) for node in nodes
-    ):
-        settings = replace(settings, vertical_chunks=1)
+        settings = replace(settings, recompute="none")
     if program.raises_alone or program.ranks_differ:
         program = replace(program, model=replace(program.model, body=_unwatched(program.model.body)))
         classes = tuple("Line" if name == "Clamped" else name for name in settings.classes)
@@ -197,7 +189,7 @@ def _comparable(program: p.Program) -> p.Program:
         precision = settings.precision if settings.precision == "fp64" else "fp32"
         recompute = "none" if "ChangesItsInput" in kinds else settings.recompute
         # A unit that is refused in chunks would be so on the ranks that call it only.
-        settings = replace(settings, plain=False, precision=precision, recompute=recompute, vertical_chunks=1)
+        settings = replace(settings, plain=False, precision=precision, recompute=recompute)
         actions = _for_ranks_that_differ(actions)
     return replace(program, settings=settings, actions=actions)
 

@@ -159,11 +159,8 @@ CASES = [
     ("zero3", "cpu", "32-true", "blocks", 1),
     ("zero3", "nvme", "bf16-mixed", "none", 1),
     ("zero3", "none", "bf16-true", "none", 2),
-    ("zero3", "none", "32-true", "blocks in 4 parts", 1),
-    ("zero3", "cpu", "32-true", "offload in 4 parts", 1),
 ]
 MAIN = [("zero0", "none", "none"), ("zero3", "none", "blocks"), ("zero3", "nvme", "none")]
-MAIN += [("zero3", "none", "blocks in 4 parts")]
 
 
 @on_ranks(1, 2)
@@ -174,9 +171,7 @@ def test_planned_peak_and_bytes_are_those_of_a_run(
     stage: str, offload: str, precision: str, recompute: str, micro_batches: int, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
-    how, _, parts = recompute.partition(" in ")
-    in_parts = {"vertical_chunks": int(parts.split()[0])} if parts else {}
-    config = make_config(stage=stage, offload=settings, activation_checkpointing=how, **in_parts)
+    config = make_config(stage=stage, offload=settings, activation_checkpointing=recompute)
     found = measure(gpt(), torch.zeros(SAMPLES[precision], LENGTH + 1, dtype=torch.int64), config, Precision(precision))
     strategy, peak = ZeroStrategy(config=config), StepPeak()
     run: dict[str, Any] = {"precision": precision, "max_steps": 5, "accumulate_grad_batches": micro_batches}

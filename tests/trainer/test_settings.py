@@ -15,7 +15,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from lightning_zero.settings import ConfigError, ZeroConfig, make_config
 from tests.harness import on_ranks
 from tests.models import Does
 from tests.trainer import toys
-from tests.trainer.toys import Lit, Run, assert_same, assert_weights, fit, loader, odd, seeded, trainer
+from tests.trainer.toys import Run, assert_same, fit, odd, seeded
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -85,7 +84,6 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (make_config, {"sequence_parallel": 0}, "> 0"),
     (make_config, {"sequence_parallel": True}, "a whole number"),
     (make_config, {"sequence_parallel": 2, "compile": "blocks"}, "zero/compile=none"),
-    (make_config, {"sequence_parallel": 2, "vertical_chunks": 2, "activation_checkpointing": "blocks"}, "Drop one of"),
     (ZeroStrategy, {"stage": "zero4"}, "^stage: expected one of zero0, zero1, zero2, zero3, auto, got 'zero4'"),
     (lambda stage: ZeroStrategy("zero1").restage(stage), {"stage": "auto"}, "restage: expected zero0"),
     *[
@@ -113,42 +111,6 @@ def test_folder_that_is_not_there_is_refused_before_a_process_starts(tmp_path: P
     for path, got in ((tmp_path / "no", "does not exist"), (tmp_path / "file", "is not a folder")):
         with pytest.raises(ConfigError, match=rf"^offload\['nvme_path'\]: expected .* {got}"):
             ZeroStrategy("zero3", offload={"name": "nvme", "nvme_path": str(path)})
-
-
-# -- zero.vertical_chunks: the run of accumulate_grad_batches, with the whole batch in one step -----------------------
-
-
-def in_parts(parts: int, stage: int = 3) -> ZeroStrategy:
-    return ZeroStrategy(stage, vertical_chunks=parts, activation_checkpointing="blocks")
-
-
-@pytest.mark.sample
-@on_ranks(2)
-@pytest.mark.parametrize(("stage", "accumulate"), [(3, 1), (1, 2)])
-def test_run_in_chunks_is_that_of_accumulation(stage: int, accumulate: int, tmp_path: Path) -> None:
-    """With validations of batches of three, which do not divide."""
-    runs = []
-    for strategy, times in ((ZeroStrategy(stage), 2), (in_parts(2, stage), 1)):
-        settings = {"accumulate_grad_batches": times * accumulate, "gradient_clip_val": 0.5}
-        of, module = trainer(strategy, tmp_path, **settings), seeded(Lit)
-        of.fit(module, loader(4 // times // accumulate), loader(3))
-        runs.append(toys.record(of, module))
-    plain, found = runs
-    assert_weights(found.weights, plain.weights, tolerance=1e-5)
-    assert plain.module.evaluated == pytest.approx(found.module.evaluated, rel=1e-4)
-    assert len(found.losses) == len(plain.losses) // 2
-
-
-@on_ranks(1)
-@pytest.mark.parametrize(("size", "got"), [(3, "3 samples"), (20, "4 samples")])
-def test_batches_that_will_not_divide_are_refused_before_the_first(size: int, got: str, tmp_path: Path) -> None:
-    module = seeded(Lit)
-    with pytest.raises(ConfigError, match=f"got a batch of {got}"):
-        trainer(in_parts(5), tmp_path).fit(module, loader(size))
-    assert not module.losses and dist.is_initialized()
-    if size == 20:  # a first batch that divides, and no other
-        trainer(in_parts(5), tmp_path, limit_train_batches=1, max_epochs=1).fit(module, loader(size))
-        assert len(module.losses) == 1
 
 
 class ProjectionNorm(Does):

@@ -15,7 +15,7 @@ parameter's second gradient is stored outside of the buffer, in the sum's dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lightning_zero.comm.reduction import SpareBuffers
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.unit import Unit
 
 
 @dataclass(slots=True, eq=False)
@@ -223,26 +222,3 @@ def _put(view: Tensor, grad: Tensor, scale: float) -> None:
         torch.mul(grad, scale, out=view)
     else:
         view.copy_(grad).mul_(scale)  # in the gradient's narrower dtype the product would be inexact
-
-
-class GradSums:
-    """Adds up each parameter's gradients from several chunks of a batch, in fp32 or a wider dtype of the gradients."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor]] = {}
-
-    def __contains__(self, key: tuple[Bucket, int]) -> bool:
-        return key in self._sums
-
-    def add(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        if (bucket, slot) in self._sums:
-            self._sums[bucket, slot][1].add_(grad)
-        else:
-            self._sums[bucket, slot] = unit, grad.to(torch.promote_types(grad.dtype, torch.float32))
-
-    def take(self) -> Iterator[tuple[Unit, Bucket, int, Tensor]]:
-        for key in list(self._sums):
-            unit, total = self._sums.pop(key)
-            yield unit, *key, total

@@ -23,7 +23,6 @@ from lightning_zero.comm.agreements import digest_of, is_same
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.device import recording
 from lightning_zero.engine.passes.access import BufferSync, Fence, Writes
-from lightning_zero.engine.passes.bucket_grads import GradSums
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import Hooks
@@ -130,7 +129,6 @@ class Passes:
         # Make all ranks agree before a module call outside of a scope. Otherwise a rank that calls alone would have its
         # gathers matched with those of other ranks' steps.
         self.calls_meet = False
-        self.sums: GradSums | None = None  # takes the gradients that arrive inside :meth:`adding_up`
         self.look: Look | None = None  # gets each gradient inside :meth:`looking`
         self.steppers: Sequence[Stepper] = ()
         self.on_grad: Callable[[ParamInfo, Tensor], None] | None = None  # sees each gradient of this rank
@@ -494,19 +492,14 @@ class Passes:
         ``shown``: a user's hook has seen ``grad``. Raises RuntimeError if torch would have shown it a sum of gradients.
         """
         # Not ``outside_autograd``: this runs for every parameter, and the callees use it where it matters.
-        sums = self.sums
-        if sums is None:
-            self.backward_begins()
-        if shown and (slot in self.reducer.grads[bucket].used or (sums is not None and (bucket, slot) in sums)):
+        self.backward_begins()
+        if shown and slot in self.reducer.grads[bucket].used:
             raise RuntimeError(
                 f"a hook (register_post_accumulate_grad_hook) on {bucket.params[slot].fqn} was called for a second "
                 "gradient before the first was cleared. torch shows such hooks the sum, which is in slices here. Take "
                 "param.register_hook, which is given each gradient by itself, or look at the sum before the step: "
                 "lightning_zero.gather(module, grads=True). Between steps, clear gradients by zero_grad()."
             )
-        if sums is not None:
-            sums.add(unit, bucket, slot, grad)
-            return
         if recording.recorder is not None:
             self.lane.arrived(f"{unit.title} backward")
         if self.on_grad is not None:
@@ -518,19 +511,6 @@ class Passes:
         unit.arrived += 1
         if unit.arrived >= unit.expected:
             self._maybe_reshard(unit)
-
-    @contextlib.contextmanager
-    def adding_up(self) -> Iterator[None]:
-        """Add up the gradients that arrive in the body, in fp32. Afterwards handle each sum as one new gradient."""
-        self.backward_begins()
-        before, self.sums = self.sums, GradSums()
-        try:
-            yield
-            sums = self.sums
-        finally:
-            self.sums = before
-        for unit, bucket, slot, total in sums.take():  # nested calls pass their sums to the outer call
-            self.grad_arrived(unit, bucket, slot, total)
 
     def _maybe_reshard(self, unit: Unit) -> None:
         """Reshard ``unit`` in a backward if all gradients whose computation needs its weights have arrived."""

@@ -1,4 +1,4 @@
-"""Replaces units' forwards: by compiled ones, by ones inside a checkpoint, or by ones in chunks (``vertical/``).
+"""Replaces units' forwards: by compiled ones, or by ones inside a checkpoint.
 
 Replaces ``module.forward`` and not the module's call, so that hooks run once. Under activation checkpointing a block
 keeps its inputs only. The backward gathers the block's unit and computes the forward again. The second forward does not

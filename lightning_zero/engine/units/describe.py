@@ -258,7 +258,7 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
     made_narrow = (dtypes.compute, dtypes.reduce) == (torch.bfloat16, torch.float32)
-    if not made_narrow or config.vertical_chunks > 1:  # chunks are summed in fp32
+    if not made_narrow:
         return dtypes
     return replace(dtypes, wire=dtypes.compute, exchanged=True)
 

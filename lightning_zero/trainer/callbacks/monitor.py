@@ -108,7 +108,7 @@ class ZeroMonitor(Callback):
         self._end_counting()  # still open if on_train_batch_start returned -1
         first = self._recorder is not None and not self._sums["batches"]
         known = getattr(pl_module, "flops_per_batch", None) is not None
-        if first and self._count_flops and not known and not _engine(trainer).forwards.compiled.are_there:
+        if first and self._count_flops and not known and not _engine(trainer).compiled.are_there:
             self._counting = FlopCount()
             self._counting.__enter__()  # type: ignore[no-untyped-call]
 

@@ -27,9 +27,6 @@ from lightning_zero.comm.sequence import OnPaper
 from lightning_zero.engine.passes.containers import dtype_hooks
 from lightning_zero.engine.passes.recompute import without_empty_caches
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules, recomputes
-from lightning_zero.engine.vertical.chunked import Chunked, Inputs, first_size
-from lightning_zero.engine.vertical.units import units_around, whole_batch_units
-from lightning_zero.layerwise.loss import assuming
 from lightning_zero.lightning_api import extract_batch_size, isolate_rng, pl
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps
@@ -209,14 +206,10 @@ class _Measurement:
         if not self._module.automatic_optimization:
             give_fake_optimizers(self._module)
         names = [group.name for group in groups]
-        self._batch_size: int | None = None
         self._own: set[int] = set()  # storages of parameters and buffers
-        around = units_around(names) if config.vertical_chunks > 1 else set()
-        whole = whole_batch_units(self._module, names, config) if config.vertical_chunks > 1 else set(names)
         for number, name in list(enumerate(names))[1:]:
             again = self._again if recomputes(module.get_submodule(name), config) else None
-            how = None if name in around else again if name in whole else self._in_chunks
-            self._watch(self._module.get_submodule(name), number, how)
+            self._watch(self._module.get_submodule(name), number, again)
         if precision in AUTOCAST_DTYPES:
             for inner in fp32_modules(self._module, config.precision.fp32_modules):
                 _keep_output_dtype(inner)
@@ -227,26 +220,6 @@ class _Measurement:
         """Run a unit's forward ``inner`` on the whole batch, with activation checkpointing."""
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
-
-    def _in_chunks(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward ``inner`` on one chunk of the batch after the other (``zero.vertical_chunks``)."""
-        trained = [param for param in module.parameters() if param.requires_grad]
-        args, kwargs = without_empty_caches(type(module), args, kwargs)
-        inputs = Inputs(args, kwargs, self._batch_size, self._config.vertical_chunks)
-        pairs = zip(inputs.divided, inputs.tensors, strict=True)  # without the engine's trial, which needs values
-        inputs.divided = [divided and tensor.untyped_storage()._cdata not in self._own for divided, tensor in pairs]
-        if (why := inputs.why_not()) is not None:
-            raise ConfigError(f"zero.vertical_chunks: a {type(module).__name__}: {why}.")
-
-        @contextlib.contextmanager
-        def in_backward() -> Iterator[None]:
-            sums = [
-                torch.empty(param.shape, dtype=torch.promote_types(param.dtype, torch.float32)) for param in trained
-            ]
-            yield
-            del sums
-
-        return Chunked(inner, inputs, title=type(module).__name__, in_backward=in_backward)(trains=bool(trained))
 
     def _watch(self, module: nn.Module, unit: int, how: Callable[..., Any] | None) -> None:
         """Replace ``module.forward`` by a function that tells the recorder when ``unit`` begins and ends. ``how`` runs
@@ -282,10 +255,8 @@ class _Measurement:
 
             handles = watch_gradients(self._gradients)
             try:
-                self._batch_size = first_size(fake)
                 dtype = AUTOCAST_DTYPES.get(self._precision)
                 with (
-                    assuming(self._config.vertical_chunks),
                     self._live,
                     saved_tensors_hooks(pack, lambda tensor: tensor),
                     torch.autocast("cpu", dtype=dtype, enabled=dtype is not None, cache_enabled=False),

@@ -197,7 +197,6 @@ def planned_model(
         states,
         activations,
         recomputes=config.activation_checkpointing is not Recompute.none,
-        in_parts=config.vertical_chunks,
         gather_after_fit=config.gather_after_fit,
     )
 
