@@ -83,13 +83,17 @@ def step_in_chunks(
     before = dict(state)
     after: dict[str, Any] = {}
     scaled: Tensor | None = None
+    widened: Tensor | None = None
     for low, high in _pieces(run):
         piece = run[low:high].to(wide)
         part = grad[low:high]
         if factor is not None:
-            # Reuse one buffer, which stays in the cache.
+            # One buffer for all pieces stays in the cache. New memory for each is mapped and given back each time.
             scaled = torch.empty_like(part) if scaled is None else scaled[: len(part)]
             part = torch.mul(part, factor, out=scaled)
+        if part.dtype != wide and part.device == run.device:
+            widened = torch.empty_like(part, dtype=wide) if widened is None else widened[: len(part)]
+            part = widened.copy_(part)
         piece.grad = part.to(device=run.device, dtype=wide)
         own = optimizer.state[piece] = {}
         for name, value in before.items():
