@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_zero
