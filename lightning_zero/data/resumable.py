@@ -1,5 +1,6 @@
 """Load batches for all data modules. A training loader can continue in the middle of an epoch, also with another number
-of ranks or batch size.
+of ranks or batch size. Items that do not fill a step of the new size, fewer than one step takes, are left out of that
+epoch, as ``drop_last`` leaves out its last ones.
 
 Seed and epoch alone determine one order of items for all ranks. The ranks take its items in turns::
 

@@ -128,6 +128,11 @@ class Found:
         squares = sum(values[_SUMS] for values in self.sums.values())
         return all(map(math.isfinite, (*self.losses, squares))) and squares > 0
 
+    @property
+    def has_zeros(self) -> bool:
+        """Return whether the gradient of some parameter is zero."""
+        return not all(values[_SUMS] for values in self.sums.values())
+
 
 def unit(found: Iterable[Found]) -> float:
     """Return the largest relative rounding error of a single operation in the steps of ``found``."""

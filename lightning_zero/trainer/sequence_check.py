@@ -46,17 +46,22 @@ class SequenceCheck:
 
     def __init__(self, module: Any, engine: Engine, steps: SequenceSteps, group: SequenceGroup) -> None:
         self._module, self._engine, self._steps, self._group = module, engine, steps, group
-        self._known: set[str] = set()
+        self._known: set[str] = set()  # kinds of steps that need no trial any more
+        self._counts: dict[str, int] = {}  # steps by kind
+        self._due: dict[str, int] = {}  # the step of that kind before which the next trial is
         self.found: Found | None = None
 
     def before(self, name: str, step: Callable[..., Any], args: Any, *, together: bool) -> None:
         """Try the step ``name`` on short sequences of its batch, once whole and once in parts. Do so once for each
-        structure of batches. Raise ConfigError on all ranks if the results differ. Collective.
+        structure of batches, and again before steps 2, 4, 8, ... while some gradient is zero, because what lies behind
+        weights that begin with zeros shows nothing. Raise ConfigError on all ranks if the results differ. Collective.
 
         ``together``: whether all ranks call this now. If not, a check runs only where all ranks share one sequence.
         """
         kind = f"{name} {kind_of(args[0])}"
-        new, alone = kind not in self._known, self._group.size == self._engine.comm.world_size
+        self._counts[kind] = count = self._counts.get(kind, 0) + 1
+        new = kind not in self._known and count >= self._due.get(kind, 1)
+        alone = self._group.size == self._engine.comm.world_size
         if not (self._any(new) if together and not alone else new and alone):
             return
         self._steps.cut(args[0])  # refuses a batch that cannot be cut
@@ -71,7 +76,10 @@ class SequenceCheck:
                 what = "the check of zero.sequence_parallel"
                 table = self._group.gather_objects({**vars(parts), "output": None}, what)
                 self._engine.comm.together(what, partial(self._compare, name, written, whole, parts, table))
-                self._known.add(kind)
+                if name == "training_step" and self._any(whole.has_zeros):
+                    self._due[kind] = 2 * count
+                else:
+                    self._known.add(kind)
                 return
         rank_zero_warn(
             f"zero.sequence_parallel: {name} in parts could not be compared with one of whole sequences by this batch: "

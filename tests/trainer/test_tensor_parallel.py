@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning
 from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_zero
@@ -164,12 +164,16 @@ def test_dropout_of_ranks_that_share_a_batch_agrees_without_a_seed(tmp_path: Pat
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("thawed_in", [0, 1])
-def test_whole_parameters_with_parts_of_gradients_are_named(thawed_in: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("thawed_in", "zeros"), [(0, False), (1, False), (0, True)])
+def test_whole_parameters_with_parts_of_gradients_are_named(thawed_in: int, zeros: bool, tmp_path: Path) -> None:
+    """Also behind a layer that begins with zeros, where the first gradients are zero on all ranks."""
+
     class Heads(Lit):
         def configure_model(self) -> None:
             self.net = Scaled() if self.net is None else self.net
             self.net.norm.requires_grad_(thawed_in == 0)
+            if zeros:
+                nn.init.zeros_(self.net.down.weight)
 
         def on_train_batch_start(self, tokens: Tensor, number: int) -> None:
             self.net.norm.requires_grad_(number >= thawed_in)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import FunctionType
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
@@ -135,7 +135,36 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
             )
         owner = owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)
         owners["" if id(param) in norms else owner].append((param, fqns))
+    _refuse_aliases(module, names_of)
     return [UnitGroup(name, _group(name, owners[name], fp32, norms, config, precision)) for name in ["", *names]]
+
+
+def _refuse_aliases(module: nn.Module, names_of: Mapping[nn.Parameter, Sequence[str]]) -> None:
+    """Raise ConfigError if a buffer or an attribute lies over the memory of a parameter that is trained."""
+    trained: dict[int, list[tuple[range, str]]] = {}
+    for param, fqns in names_of.items():
+        if param.requires_grad and param.numel() > 1 and find_owner(param) is None:
+            trained.setdefault(param.untyped_storage()._cdata, []).append((_span(param), fqns[0]))
+    for name, inner in module.named_modules():
+        computed = {hook.name for hook in inner._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+        for key, value in (*inner._buffers.items(), *vars(inner).items()):
+            if type(value) is not Tensor or value.layout is not torch.strided or key in computed:
+                continue
+            own = _span(value)
+            for span, fqn in trained.get(value.untyped_storage()._cdata, ()):
+                if max(own.start, span.start) < min(own.stop, span.stop):
+                    raise ConfigError(
+                        f"{f'{name}.{key}' if name else key} lies over the memory of parameter {fqn}: expected memory "
+                        "of its own, as values that training gives the parameter would not get there. Register "
+                        "`.clone()` of it, or return the parameter by a property."
+                    )
+
+
+def _span(tensor: Tensor) -> range:
+    """Return the range of elements of its storage that `tensor` uses, in bytes."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.element_size()
+    return range(start, start + (last + 1) * tensor.element_size() * bool(tensor.numel()))
 
 
 def refuse_cuda_graphs(module: nn.Module, config: ZeroConfig) -> None:
