@@ -169,7 +169,10 @@ def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
     if found is None:
         return config.ckpt_path
     if trainer.is_global_zero:
-        print(f"{job} has started again: it goes on from {os.path.relpath(found)}", flush=True)
+        print(
+            f"{job} has started again: it goes on from {os.path.relpath(found) if isinstance(found, Path) else found}",
+            flush=True,
+        )
         keep_metrics(trainer)
     cast("ZeroStrategy", trainer.strategy).run_plan.resumes_job = True
     return str(found)
