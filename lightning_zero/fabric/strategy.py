@@ -221,6 +221,13 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         super().teardown()
 
 
+class DDPZeroFabricStrategy(ZeroFabricStrategy):
+    """The strategy of ``Fabric(strategy="ddp_zero3")``, which ``isinstance(strategy, DDPStrategy)`` is true of."""
+
+
+fabric.strategies.DDPStrategy.register(DDPZeroFabricStrategy)
+
+
 class _Accumulation:
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context manager. If ``enabled``, backwards in it reduce gradients only at stages 2 and 3."""

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -54,7 +54,9 @@ def _plain(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "0"
 
 
-def checkpoint_of_job(run_dir: str | os.PathLike[str], folders: Iterable[str | os.PathLike[str]] = ()) -> Path | None:
+def checkpoint_of_job(
+    run_dir: str | os.PathLike[str], folders: Iterable[str | os.PathLike[str]] = ()
+) -> Path | str | None:
     """Return the newest complete checkpoint of this job; ``None`` if the job has none, or has not trained in
     ``run_dir``. All ranks find the same one: nobody saves before all have joined, and :func:`note_job` is called after
     that. ``folders``: where to look besides ``run_dir``."""
@@ -108,15 +110,31 @@ def _noted(run_dir: Path) -> str | None:
         return None
 
 
-def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0) -> Path | None:
-    """Return the last complete checkpoint written after ``since_ns`` (nanoseconds of the epoch); None if none was."""
-    found: dict[Path, int] = {}
+def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0) -> Path | str | None:
+    """Return the last complete checkpoint written after ``since_ns`` (nanoseconds of the epoch); None if none was.
+    ``folders`` may be remote addresses; then so may be the result."""
+    found: dict[Path | str, int] = {}
     for folder in folders:
+        if "://" in str(folder):
+            found |= {url: written for url, written in _remote_checkpoints(str(folder)) if written >= since_ns}
+            continue
         for path in Path(folder).glob("*.ckpt"):
             real = path.resolve()  # last.ckpt is a link, which a killed process may have left broken
             if _whole(real) and (written := real.stat().st_mtime_ns) >= since_ns:
                 found[real] = written
-    return max(found, key=lambda path: (found[path], path.name), default=None)
+    return max(found, key=lambda path: (found[path], str(path).rpartition("/")[2]), default=None)
+
+
+def _remote_checkpoints(folder: str) -> Iterator[tuple[str, int]]:
+    """Yield the address of each file of a checkpoint in ``folder``, and when it was written."""
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    fs, root = url_to_fs(folder)
+    for path in fs.glob(f"{root}/*.ckpt"):
+        with fs.open(path, "rb") as file:
+            whole = zipfile.is_zipfile(file)
+        if whole:
+            yield fs.unstrip_protocol(path), int(fs.modified(path).timestamp() * 1e9)
 
 
 def _whole(path: Path) -> bool:

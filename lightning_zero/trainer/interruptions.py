@@ -13,16 +13,16 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.engine import Engine
-from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, pl
+from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, is_local, pl
 from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.rendezvous import StartError
 from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, note_job, note_raised, write_outcome
@@ -202,9 +202,10 @@ class Interruptions:
                 if leaving and not requeues:
                     said += f"\nTo go on: {strategy.run_plan.command_to_go_on(path)}"
                 checkpoints.after_writes(partial(print, said, flush=True))
-                for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # the new file replaces older ones
-                    if os.path.realpath(older) != os.path.realpath(path):  # one path may be relative
-                        strategy.remove_checkpoint(str(older))
+                fs, root = url_to_fs(folder)
+                for older in fs.glob(f"{root}/hpc_ckpt_*.ckpt"):  # the new file replaces older ones
+                    if os.path.basename(older) != os.path.basename(path):
+                        strategy.remove_checkpoint(older if is_local(folder) else fs.unstrip_protocol(older))
         finally:
             checkpoints.next_may_fail = False
         if failed:

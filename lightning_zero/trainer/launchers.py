@@ -35,9 +35,10 @@ from lightning_zero.lightning_api import (
     is_local,
     pl,
 )
-from lightning_zero.settings import ConfigError, names_arguments
+from lightning_zero.settings import CheckpointFormat, ConfigError, names_arguments
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
 from lightning_zero.trainer.saves.job_checkpoints import in_own_job
+from lightning_zero.trainer.saves.sharded_checkpoints import local_path
 
 PROBE_S = 3.0
 _THREADS = "OMP_NUM_THREADS"
@@ -103,8 +104,11 @@ class Forking:
 
 class StartLauncher(ScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        if trainer is not None and not self.cluster_environment.creates_processes_externally:
-            _check_checkpoint(trainer, function, args, kwargs)
+        if trainer is not None:
+            with _names_as_given(trainer):
+                _check_folders(trainer)
+            if not self.cluster_environment.creates_processes_externally:
+                _check_checkpoint(trainer, function, args, kwargs)
         with _names_as_given(trainer), in_own_job(trainer) if trainer is not None else contextlib.nullcontext():
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -112,6 +116,7 @@ class StartLauncher(ScriptLauncher):
 class ForkLauncher(Forking, ForkingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None:
+            _check_folders(trainer)
             _check_checkpoint(trainer, function, args, kwargs)
         module = trainer.lightning_module if trainer is not None else None
         engine = engine_of(module) if module is not None else None
@@ -143,6 +148,20 @@ TRAINERS = (StartLauncher, ForkLauncher)
 def _names_as_given(trainer: pl.Trainer | None) -> contextlib.AbstractContextManager[None]:
     strategy: Any = None if trainer is None else trainer.strategy
     return names_arguments(getattr(strategy, "_given_config", None))
+
+
+def _check_folders(trainer: pl.Trainer) -> None:
+    """Raise ConfigError if a fit would save folders to a place that is not on a file system of this machine."""
+    strategy: Any = trainer.strategy
+    if trainer.state.fn != TrainerFn.FITTING or strategy.config.checkpoint.name is not CheckpointFormat.sharded:
+        return
+    default = trainer.loggers[0].save_dir if trainer.loggers else None
+    default = str(default if default is not None else trainer.default_root_dir)
+    folders = [getattr(callback, "dirpath", None) or default for callback in trainer.checkpoint_callbacks]
+    if strategy.saves_on_sigterm or strategy.save_every_s is not None:
+        folders.append(trainer.default_root_dir)
+    for folder in folders:
+        local_path(folder)
 
 
 def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> None:

@@ -1,4 +1,7 @@
-"""Register the presets (``zero3``, ...) as names of strategies when Lightning is imported, or now if it already is."""
+"""Register the presets (``zero3``, ...) as names of strategies when Lightning is imported, or now if it already is.
+
+Each has an alias (``ddp_zero3``, ...) for packages that ask whether a strategy is DDP, by its name or its class.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from typing import Any
 
 from lightning_zero.presets import ASKED, PRESETS
 
+_ALIAS = "ddp_"
 _TRAINER = "StrategyRegistry", "lightning_zero.trainer.strategy", "ZeroStrategy"
 _FABRIC = "STRATEGY_REGISTRY", "lightning_zero.fabric.strategy", "ZeroFabricStrategy"
 _REGISTRIES = {
@@ -38,12 +42,12 @@ def register_presets() -> None:
 def _fill(module: ModuleType) -> None:
     """Register the presets that are not yet in the registry of ``module``."""
     registry: Any = getattr(module, _REGISTRIES[module.__name__][0])
-    for name, row in PRESETS.items():
-        if name not in registry:
-            text = f"ZeRO: stage={row.stage}, offload={row.offload}, start_method={row.start_method}"
-            known = _Name(name)
-            known.registry = registry
-            registry.register(known, partial(_make_strategy, module.__name__, name), description=text)
+    for preset, row in PRESETS.items():
+        text = f"ZeRO: stage={row.stage}, offload={row.offload}, start_method={row.start_method}"
+        for name in map(_Name, (preset, f"{_ALIAS}{preset}")):
+            if name not in registry:
+                name.registry = registry
+                registry.register(name, partial(_make_strategy, module.__name__, name), description=text)
 
 
 class _Name(str):
@@ -64,13 +68,15 @@ class _Name(str):
 
 
 def _make_strategy(module: str, name: str) -> Any:
-    """Return a new strategy of preset ``name``. ``module``: the module of Lightning whose registry calls this."""
+    """Return a new strategy of the preset or alias ``name``. ``module``: the module of Lightning whose registry calls
+    this."""
     ASKED.append(module.removesuffix(".strategies"))
     from lightning_zero.lightning_api import check_package
 
     check_package(ASKED[-1])
-    row, (_, home, strategy) = PRESETS[name], _REGISTRIES[module]
-    return getattr(importlib.import_module(home), strategy)(
+    row, (_, home, strategy) = PRESETS[name.removeprefix(_ALIAS)], _REGISTRIES[module]
+    prefix = "DDP" if name.startswith(_ALIAS) else ""
+    return getattr(importlib.import_module(home), prefix + strategy)(
         row.stage, offload=row.offload, start_method=row.start_method
     )
 

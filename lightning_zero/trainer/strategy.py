@@ -612,3 +612,11 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 # Lightning accepts a module made by ``torch.compile`` only with three strategy classes of its own, so ZeroStrategy
 # registers as one of them. Lightning asks for this class nowhere else.
 pl.strategies.SingleDeviceStrategy.register(ZeroStrategy)
+
+
+class DDPZeroStrategy(ZeroStrategy):
+    """The strategy of ``Trainer(strategy="ddp_zero3")``: one that ``isinstance(strategy, DDPStrategy)`` is true of, for
+    packages that ask. Lightning asks too, and a run on one device counts as distributed, as under DDP."""
+
+
+pl.strategies.DDPStrategy.register(DDPZeroStrategy)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -194,6 +195,16 @@ def test_a_job_goes_on_from_its_own_newest_checkpoint(environ: Any, tmp_path: Pa
     assert resume.checkpoint_of_job(tmp_path, [folder]) is None
     resume.note_job(tmp_path)
     assert resume.checkpoint_of_job(tmp_path, [folder]) != old
+
+
+def test_newest_checkpoint_may_be_remote(tmp_path: Path) -> None:
+    fs, folder = fsspec.filesystem("memory"), f"memory://{tmp_path.name}"
+    whole = checkpoint(tmp_path / "step-1.ckpt", 1e9).read_bytes()
+    fs.pipe({f"{folder}/step-1.ckpt": whole, f"{folder}/step-2.ckpt": whole})
+    fs.pipe({f"{folder}/half.ckpt": whole[:-30], f"{folder}/more/step-3.ckpt": whole})
+    found = resume.newest_checkpoint([tmp_path, folder])
+    assert found == f"memory:///{tmp_path.name}/step-2.ckpt" and torch.load(fs.open(found)) is not None
+    assert resume.newest_checkpoint([f"{folder}/none", folder], since_ns=int(4e18)) is None
 
 
 def test_a_checkpoint_that_is_a_folder_is_whole_with_its_metadata(tmp_path: Path) -> None:

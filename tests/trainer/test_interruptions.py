@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -296,7 +297,7 @@ def test_sigterm_ends_an_evaluation_at_once(tmp_path: Path) -> None:
         trainer("zero3", tmp_path).validate(module, loader(), verbose=False)
 
 
-def saves_by_the_clock(root: Path, **settings: Any) -> Any:
+def saves_by_the_clock(root: Path | str, **settings: Any) -> Any:
     of = trainer("zero3", root, **settings)
     of.strategy.save_every_s = 1e-9
     return of
@@ -320,6 +321,15 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
     found = torch.load(tmp_path / f"hpc_ckpt_{2 * EPOCH}.ckpt", weights_only=False)
     until = fit("zero3", tmp_path, limit_val_batches=0, max_epochs=-1, max_steps=2 * EPOCH - 1)
     assert_weights(found["state_dict"], until.weights, tolerance=0)
+
+
+@on_ranks(1)
+@mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
+def test_saves_by_the_clock_in_a_remote_folder_keep_the_newest(tmp_path: Path) -> None:
+    fs, root = fsspec.filesystem("memory"), f"memory://{tmp_path.name}/run"
+    saves_by_the_clock(root, max_steps=4, limit_val_batches=0).fit(seeded(Lit), loader())
+    (kept,) = fs.glob(f"{root}/*.ckpt")
+    assert torch.load(fs.open(kept), weights_only=False)["global_step"] == 3  # not after the last step
 
 
 @on_ranks(2)

@@ -57,6 +57,20 @@ def test_sharded_module_is_refused_by_another_strategy_until_it_is_released(tmp_
     fit("ddp", tmp_path, module)
 
 
+class AsksForDDP(Lit):
+    """As scvi-tools does."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("asked", self.loss(batch), sync_dist=isinstance(self.trainer.strategy, DDPStrategy))
+
+
+@on_ranks(2, full=(1,))
+def test_alias_equals_ddp_where_code_asks_for_its_class(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": True}
+    expected = fit("ddp", tmp_path, seeded(AsksForDDP), **settings)
+    assert_same(fit("ddp_zero3", tmp_path, seeded(AsksForDDP), **settings), expected)
+
+
 class Thaws(cb.BaseFinetuning):
     def __reduce__(self) -> Any:
         return Thaws, ()

@@ -8,10 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_zero
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroFabricStrategy, ZeroStrategy
 from lightning_zero.presets import PRESETS
 from lightning_zero.settings import ConfigError, make_config
 from tests.harness import run_command
@@ -67,6 +70,16 @@ def test_trainer_takes_every_name_in_any_case(monkeypatch: pytest.MonkeyPatch) -
         assert isinstance(trainer.strategy, ZeroStrategy)
         assert trainer.strategy.config == make_config(stage=PRESETS[name].stage, offload=PRESETS[name].offload)
         assert trainer.world_size == 2
+
+
+def test_aliases_are_ddp_by_name_and_class() -> None:
+    for name in ("zero0", "zero3", "zero3_offload", "zero3_notebook"):
+        strategy = Trainer(strategy=f"ddp_{name}", accelerator="cpu", devices=2, logger=False, barebones=True).strategy
+        plain = Trainer(strategy=name, accelerator="cpu", devices=2, logger=False, barebones=True).strategy
+        assert isinstance(strategy, ZeroStrategy) and strategy.config == plain.config  # type: ignore[attr-defined]
+        assert isinstance(strategy, DDPStrategy) and not isinstance(plain, DDPStrategy)
+        found = Fabric(strategy=f"ddp_{name}", accelerator="cpu", devices=2).strategy
+        assert isinstance(found, ZeroFabricStrategy) and isinstance(found, FabricDDPStrategy)
 
 
 def test_a_preset_with_files_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:

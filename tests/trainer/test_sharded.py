@@ -212,6 +212,15 @@ def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
     for act, says in acts:
         with pytest.raises(ConfigError, match=says):
             act()
+    remote: list[tuple[str, dict[str, Any]]] = [
+        ("memory://root", {"enable_checkpointing": True}),
+        (str(tmp_path), {"enable_checkpointing": True, "callbacks": [ModelCheckpoint("memory://saves")]}),
+    ]
+    for root, settings in remote:  # before training
+        module = seeded(Lit)
+        with pytest.raises(ConfigError, match="a file system that is mounted, got memory://.* zero/checkpoint=full"):
+            trainer(sharded(), root, **settings).fit(module, loader())
+        assert not module.losses
 
 
 class Adamw(Lit):

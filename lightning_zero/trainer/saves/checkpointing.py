@@ -31,7 +31,15 @@ from lightning_zero.engine.whole.state_dicts import (
 )
 from lightning_zero.engine.whole.values import FakeTensors
 from lightning_zero.engine.whole.whole_params import shard_again
-from lightning_zero.lightning_api import LightningOptimizer, NoOptimizer, TrainerFn, TrainerStatus, pl, rank_zero_info
+from lightning_zero.lightning_api import (
+    LightningOptimizer,
+    NoOptimizer,
+    TrainerFn,
+    TrainerStatus,
+    is_local,
+    pl,
+    rank_zero_info,
+)
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.settings import CheckpointFormat
@@ -226,7 +234,7 @@ class Checkpoints:
         accelerator_of(strategy.root_device).release_cached()
         wanted = strategy.config.checkpoint.verify
         self._loaded_from = checkpoint_path
-        verified = strategy.run_plan.resumes_job if wanted is None else wanted
+        verified = strategy.run_plan.resumes_job and is_local(checkpoint_path) if wanted is None else wanted
         read = strategy._read_checkpoint(checkpoint_path, weights_only, verified=verified)
         checkpoint = strategy._together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
         module, ranks = strategy.lightning_module, strategy.world_size
