@@ -89,6 +89,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     Raises ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantised
     weights), 4-bit weights that cannot be sharded, and CUDA graphs over parameters that are gathered and dropped.
     """
+    refuse_scripted(module)
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
     patterns = config.precision.fp32_modules
@@ -136,6 +137,17 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
         owner = owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)
         owners["" if id(param) in norms else owner].append((param, fqns))
     return [UnitGroup(name, _group(name, owners[name], fp32, norms, config, precision)) for name in ["", *names]]
+
+
+def refuse_scripted(module: nn.Module) -> None:
+    """Raise ConfigError for modules of torch.jit.script, on which torch allows no hooks."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.RecursiveScriptModule):
+            raise ConfigError(
+                f"{name or type(inner).__name__}: expected a module with a forward in Python, got one of torch.jit.script "
+                "(or torch.jit.load), which takes no hooks. Leave torch.jit.script out, or use torch.compile; export "
+                "after training."
+            )
 
 
 def refuse_cuda_graphs(module: nn.Module, config: ZeroConfig) -> None:
