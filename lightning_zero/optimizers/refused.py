@@ -28,6 +28,11 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
             f"optimizer.differentiable: expected false, got true ({name}): a step of shards is "
             "no part of a graph. Drop optimizer.differentiable."
         )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            f"optimizer: {name} steps sparse gradients only, and gradients are dense here at every stage, also those of "
+            "embeddings with sparse=True. Use torch.optim.Adam or SGD for these embeddings."
+        )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigError(
             f"optimizer: {name} has train() and eval(), by which it changes parameters outside of its step "

@@ -20,7 +20,8 @@ from lightning_zero.pretrained.stored import StoredTensor
 def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
     """Return the outermost transformers model in ``module``, and the prefix that its names have in ``module``. Return
     (None, "") if there is no such model, or several."""
-    transformers = sys.modules.get("transformers")
+    # The module itself: the package imports it, and much more, when it is asked for a class.
+    transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return None, ""
     found: list[tuple[str, nn.Module]] = []

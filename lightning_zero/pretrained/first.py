@@ -23,7 +23,7 @@ def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any]
     # A module of an adapter: ``...q_proj.lora_A.default``.
     if first is not None and hasattr(root.get_submodule(".".join(parts[:first])), ADAPTER):
         return lambda: None  # :func:`reset_adapter` initializes a whole adapter
-    transformers = sys.modules.get("transformers")
+    transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is not None:
         for outer in _outers(root, name):
             if isinstance(outer, transformers.PreTrainedModel):

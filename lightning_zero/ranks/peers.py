@@ -41,6 +41,11 @@ def is_broken_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
+def plain(error: BaseException) -> str:
+    """Return what a backend says in ``error``, without its places in C++ and its wishes."""
+    return re.sub(r"^\[[^\]]*:\d+\] |[\s.]*GLHF!.*", "", str(error), flags=re.DOTALL)
+
+
 def machine() -> str:
     """Return a name of this machine and its process-id namespace. Process ids compare only under equal names."""
     boot = ""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_zero.ranks.peers import PeerError, is_broken_connection
+from lightning_zero.ranks.peers import PeerError, is_broken_connection, plain
 from lightning_zero.ranks.watchdog import Watchdog, connection_of_its_own
 
 GO_ON_S = 0.001  # seconds between two calls of ``go_on`` during a wait
@@ -130,8 +130,8 @@ class Waits:
                 raise
             if is_broken_connection(error):
                 raise PeerError(
-                    f"rank {self.rank}: {self._culprit()}; noticed during {label!r} ({self.place}): {error}"
-                ) from error
+                    f"rank {self.rank}: {self._culprit()}; noticed during {label!r} ({self.place}): {plain(error)}"
+                ) from None
             if waited < 0.9 * self.stall_timeout_s:
                 raise RuntimeError(f"rank {self.rank}: {label!r} failed ({self.place}): {error}") from error
             raise StallError(self._stall_message(label, waited)) from error
@@ -225,8 +225,10 @@ class Waits:
 
     def explain(self, error: BaseException) -> None:
         """Explain ``error``, which ends this rank: add a note on the rank that caused it, or tell others of it."""
-        if self._watchdog is None or isinstance(error, PeerError | StallError | SystemExit):
+        if self._watchdog is None or isinstance(error, PeerError | SystemExit):
             return
+        if isinstance(error, StallError):
+            return self._watchdog.tell(error)
         if is_broken_connection(error):
             error.add_note(f"rank {self.rank}: {self._culprit()}")
         elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Generator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar, Unpack
@@ -17,7 +18,7 @@ from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.passes.compiled import find_compiler, needs_compiler
-from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
+from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units, refuse_scripted
 from lightning_zero.engine.whole import whole_params
 from lightning_zero.lightning_api import (
     CheckpointIO,
@@ -266,6 +267,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     def _check_before_start(self, model: pl.LightningModule) -> None:
         """Raise ConfigError before processes start if there is no C++ compiler to compile ``model``, or if this host
         cannot hold the whole model after the fit."""
+        refuse_scripted(model)
         if needs_compiler(model):
             find_compiler("torch.compile", "compile with another backend")
         if self.config.gather_after_fit is True and self._speaks_for_all and engine_of(model) is None:
@@ -278,16 +280,19 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self._left = False
         self._checkpoints.begin_run()
         super().setup_environment()
+        if self.world_size == 1:  # Lightning takes sync_dist=True away from a lone rank's log, and then asks for it
+            warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True", UserWarning)
         reset_seed()
         if self.lightning_module is not None:
-            loops.adapt_run(self.lightning_module.trainer)
+            if self.lightning_module._trainer is not None:
+                loops.adapt_run(self.lightning_module._trainer)
             self.lightning_module._device_mesh = mesh_for(self.config, self.root_device)
 
     def _settings_of_front(self) -> dict[str, Any]:
         row, loss = self.precision_plugin.row, self.config.loss
         settings: dict[str, Any] = {"zero.precision.name": row.name, "zero.loss": loss.name}
-        if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        if trainer is not None:
             names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
             settings |= {f"trainer.{name}": getattr(trainer, name) for name in names}
         return settings

@@ -234,3 +234,15 @@ def test_what_has_no_effect_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             lightning_zero.shard(nn.Linear(3, 3), compile=settings, device="cpu")
+
+
+def test_a_scripted_module_is_refused_and_a_traced_one_trains() -> None:
+    for form, refused in ((torch.jit.script, True), (lambda m: torch.jit.trace(m, torch.ones(1, 4)), False)):
+        module = nn.Sequential(nn.Linear(4, 4), form(nn.Linear(4, 4)))
+        if refused:
+            with pytest.raises(ConfigError, match=r"1: expected .* torch.jit.script .* Leave torch.jit.script out"):
+                lightning_zero.shard(module, stage=3, device="cpu")
+            continue
+        engine = lightning_zero.shard(module, stage=3, device="cpu")
+        module(torch.ones(1, 4)).sum().backward()
+        engine.release()

@@ -428,3 +428,14 @@ def test_two_modules_and_a_plain_one_are_clipped_together() -> None:
             norm = clip_grad_norm_(params, 0.1, foreach=foreach)
             torch.testing.assert_close(norm, torch.stack([*each, own]).norm())
             torch.testing.assert_close(lightning_zero.grad_norm(first.module), each[0] * min(1.0, 0.1 / float(norm)))
+
+
+def test_a_scaler_of_ones_own_is_refused_by_name() -> None:
+    module = Model()
+    engine = lightning_zero.shard(module, stage=1, device="cpu")
+    optimizer, scaler = torch.optim.AdamW(module.parameters()), torch.amp.GradScaler("cpu")
+    engine.add_optimizer(optimizer)
+    scaler.scale(sum(param.sum() for param in module.parameters())).backward()
+    with pytest.raises(RuntimeError, match=r"GradScaler: expected whole gradients .* precision='16-mixed'"):
+        scaler.step(optimizer)
+    engine.release()

@@ -330,6 +330,8 @@ def test_bad_parameters_and_state_dicts_of_slices_are_refused() -> None:
             side.engine.add_optimizer(sgd([*head.parameters(), *foreign.parameters()]))
         with pytest.raises(ValueError, match="differentiable"):
             side.engine.add_optimizer(torch.optim.SGD(head.parameters(), differentiable=True))
+        with pytest.raises(ValueError, match="SparseAdam steps sparse gradients only, .* Use torch.optim.Adam"):
+            side.engine.add_optimizer(torch.optim.SparseAdam(head.parameters()))
         side.engine.add_optimizer(sgd(head.parameters()))
         with pytest.raises(ValueError, match="another optimizer, got the same AdamW"):
             side.engine.add_optimizer(side.optimizer)

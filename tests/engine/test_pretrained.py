@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.pretrained import SafetensorsFolder
+from lightning_zero.pretrained.conversions import hugging_face_model
 from lightning_zero.settings import ConfigError
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
@@ -297,3 +300,11 @@ def test_adapters_that_follow_from_the_values_are_refused(tmp_path: Path) -> Non
         config.init_lora_weights = "pissa"
     with pytest.raises(ConfigError, match="is on the meta device, where init_lora_weights='pissa' cannot be done"):
         shard_from(model, tmp_path)
+
+
+def test_a_package_that_nobody_uses_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports its models when it is asked for a class, and fails where a logger of its is a mock."""
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    assert hugging_face_model(nn.Linear(2, 2)) == (None, "")
+    lightning_zero.shard(nn.Linear(2, 2), stage=3, device="cpu").release()

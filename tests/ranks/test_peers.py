@@ -146,3 +146,8 @@ def test_broken_connections_are_known_by_their_words() -> None:
     assert all(is_broken_connection(RuntimeError(words)) for words in broken)
     assert not any(is_broken_connection(RuntimeError(words)) for words in others)
     assert not is_broken_connection(KeyError("connection closed"))
+
+
+def test_a_backend_is_quoted_without_its_places_in_the_source() -> None:
+    said = "[/build/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1. GLHF! x"
+    assert module.plain(RuntimeError(said)) == "Connection closed by peer [127.0.0.1]:1"

@@ -101,7 +101,7 @@ def test_ranks_that_wait_for_different_things_all_hear_of_it() -> None:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("error", [ValueError("its own"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize("error", [ValueError("its own"), StallError("its own"), KeyboardInterrupt()], ids=type)
 def test_a_stall_quotes_the_rank_that_failed_before_it_came_to_the_next_engine(error: BaseException) -> None:
     with quick():
         group = dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=30))

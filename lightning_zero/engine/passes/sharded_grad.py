@@ -35,6 +35,7 @@ from lightning_zero.engine.units.grad_store import Factor
 from lightning_zero.engine.units.param import ParamInfo, get_grad, set_grad
 
 _aten = torch.ops.aten
+_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _NORM, _NORMS = _aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar
 _IN_PLACE = {  # operation: name of the tensor method
     _aten.zero_.default: "zero_",
@@ -186,7 +187,7 @@ def _read(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     written = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     for leaf in tree_leaves(written):
         if isinstance(leaf, ShardedGrad):
-            raise _refusal(leaf.info.fqn)
+            raise _scaler_refusal() if func is _UNSCALE else _refusal(leaf.info.fqn)
     gathered: dict[ShardedGrad, Tensor] = {}
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, ShardedGrad) and leaf not in gathered:
@@ -206,6 +207,14 @@ def _refusal(fqn: str) -> RuntimeError:
         f"the gradient of {fqn} is sharded over the ranks: it can be read, on all ranks, and zeroed, multiplied, "
         "divided or clamped by a number in place, as by torch.nn.utils.clip_grad_norm_. For other changes use "
         "`with lightning_zero.gather(module, grads=True):`."
+    )
+
+
+def _scaler_refusal() -> RuntimeError:
+    return RuntimeError(
+        "torch.amp.GradScaler: expected whole gradients to unscale, got gradients that are sharded over the ranks. Train "
+        "in bf16 (zero.precision='bf16'), which needs no loss scale; or use the Trainer or Fabric with "
+        "precision='16-mixed', which scale the loss themselves."
     )
 
 

@@ -89,6 +89,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     Raises ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantised
     weights), 4-bit weights that cannot be sharded, and CUDA graphs over parameters that are gathered and dropped.
     """
+    refuse_scripted(module)
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
     patterns = config.precision.fp32_modules
@@ -165,6 +166,17 @@ def _span(tensor: Tensor) -> range:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.element_size()
     return range(start, start + (last + 1) * tensor.element_size() * bool(tensor.numel()))
+
+
+def refuse_scripted(module: nn.Module) -> None:
+    """Raise ConfigError for modules of torch.jit.script, on which torch allows no hooks."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.RecursiveScriptModule):
+            raise ConfigError(
+                f"{name or type(inner).__name__}: expected a module with a forward in Python, got one of torch.jit.script "
+                "(or torch.jit.load), which takes no hooks. Leave torch.jit.script out, or use torch.compile; export "
+                "after training."
+            )
 
 
 def refuse_cuda_graphs(module: nn.Module, config: ZeroConfig) -> None:

@@ -169,7 +169,7 @@ class Checkpoints:
         module = self._strategy.lightning_module
         if not self._strategy.config.checkpoint.background or module is None or module._trainer is None:
             return None
-        state = module.trainer.state
+        state = module._trainer.state
         if state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING:
             return None
         begin = partial(self.background.begin, self._strategy._waits, may_fail=self.next_may_fail)
@@ -237,9 +237,9 @@ class Checkpoints:
         verified = strategy.run_plan.resumes_job and is_local(checkpoint_path) if wanted is None else wanted
         read = strategy._read_checkpoint(checkpoint_path, weights_only, verified=verified)
         checkpoint = strategy._together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
-        module, ranks = strategy.lightning_module, strategy.world_size
+        ranks = strategy.world_size
         record = checkpoint.pop(RNG_KEY, None)  # checkpoints of other strategies have none
-        if record is not None and module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        if record is not None and self._is_fitting:
             # Ranks that share a batch or a sequence go on with equal states, those of the first of them.
             sharers = max(strategy.config.sequence_parallel, strategy.config.tensor_parallel)
             first = strategy.global_rank // sharers * sharers
@@ -278,11 +278,13 @@ class Checkpoints:
     @property
     def _goes_on(self) -> bool:
         """Return whether this run resumes training, so that it also loads optimizer states from its checkpoint."""
-        assert self._strategy.lightning_module is not None
-        return (
-            self._strategy.lightning_restore_optimizer
-            and self._strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        )
+        return self._strategy.lightning_restore_optimizer and self._is_fitting
+
+    @property
+    def _is_fitting(self) -> bool:
+        module = self._strategy.lightning_module
+        trainer = module._trainer if module is not None else None  # ``module.trainer`` raises where there is none
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
         """Load the weights that ``load_model`` left for setup. Raise ConfigError if the checkpoint's optimizer states
