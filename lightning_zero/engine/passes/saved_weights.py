@@ -8,7 +8,7 @@ and unpacking gathers the unit. torch does not check packed tensors for in-place
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,8 +137,9 @@ class SavedWeights:
         return tensor
 
 
-def explain_weights(error: BaseException, units: Sequence[Unit]) -> None:
-    """Explain ``error`` of a backward: raise a RuntimeError if weights were freed, add a note if they were changed."""
+def explain_weights(error: BaseException, units: Sequence[Unit], assigned: Mapping[str, str]) -> None:
+    """Explain ``error`` of a backward: raise a RuntimeError if weights were freed or ``assigned`` (names, with lines of
+    code), add a note if they were changed otherwise."""
     if not isinstance(error, RuntimeError):
         return
     if _DROPPED in str(error):
@@ -147,6 +148,12 @@ def explain_weights(error: BaseException, units: Sequence[Unit]) -> None:
             f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left "
             "the unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return "
             "the tensor from the unit's forward, or choose other units with zero.unit.classes."
+        ) from error
+    if _CHANGED in str(error) and assigned:
+        names = ", ".join(f"{name}.data = ... ({line})" for name, line in assigned.items())
+        raise RuntimeError(
+            f"{names}: assigned between a forward that used the parameter and its backward ({_CHANGED}). "
+            "Assign it after the backward; or write param.data.copy_(value), and the backward uses the new values."
         ) from error
     if _CHANGED in str(error) and any(unit.reshards for unit in units):
         error.add_note(_READ_OUTSIDE)
