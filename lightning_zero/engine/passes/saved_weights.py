@@ -54,6 +54,7 @@ class SavedWeights:
     def __init__(self, units: Sequence[Unit], needed: Callable[[Unit], bool]) -> None:
         self._needed = needed
         self._units = units
+        self.count = 0  # of the tensors packed so far
         self.plans_changed()
 
     def plans_changed(self) -> None:
@@ -98,16 +99,20 @@ class SavedWeights:
             return None
 
     def _pack(self, tensor: Tensor) -> _Weight | _Other:
+        self.count += 1
         unit = self._owner_of(tensor)
         if unit is not None:
+            unit.saved += 1
             return _Weight(tensor, tensor._version, unit)
         # Detached: a kernel that saves its own result (tanh) would reference itself, and a graph without a backward
         # would live for ever. torch restores the history. Detached tensors share their version.
         return _Other(tensor.detach(), tensor._version)
 
     def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], object], unpack: Callable[..., Tensor]) -> object:
-        unit = self._owner_of(tensor)
-        return _Outer(pack(tensor), unpack) if unit is None else _Weight(tensor, tensor._version, unit)
+        if self._owner_of(tensor) is not None:
+            return self._pack(tensor)
+        self.count += 1
+        return _Outer(pack(tensor), unpack)
 
     def _unpack(self, packed: _Weight | _Other | _Outer) -> Tensor:
         # Pack what the current kernel saves, if its backward makes a graph (``create_graph``, or a Python function).
