@@ -118,6 +118,31 @@ def test_a_backward_takes_no_gradients_of_one_that_failed_unnoticed(stages: tupl
 
 
 @on_ranks(2)
+@IN_STAGES
+def test_a_backward_that_raised_runs_again_in_the_same_step(stages: tuple[int, ...]) -> None:
+    """In two halves, as after a lack of memory; weights of the root are read outside of its call."""
+
+    def loss_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x @ module.first.weight
+        for block in module.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def work(side: Side, step: int) -> None:
+        x = floats(step, 4, WIDTH)
+        with scope(side):
+            with side.module.blocks[1].register_full_backward_hook(fail), pytest.raises(ZeroDivisionError):
+                side.backward(loss_of(side.module, x))
+            side.module.zero_grad()
+            side.zero_grad()
+            for half in x.chunk(2):
+                side.backward(loss_of(side.module, half) / 2)
+
+    with abandoning_after(0.5):
+        check(Chain, work, steps=2, stage=stages, plain=(False, True))
+
+
+@on_ranks(2)
 @STAGES
 @PLAIN
 def test_gradients_that_lack_a_part_are_not_stepped(stage: int, plain: bool) -> None:

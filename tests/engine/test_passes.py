@@ -123,6 +123,31 @@ def test_a_checkpoint_inside_of_a_unit_trains(stages: tuple[int, ...], reentrant
     check(build, mean_square, stage=stages, unit={"classes": ["Does"]}, tolerance=1e-6, optimizer=sgd)
 
 
+# -- saved tensors ---------------------------------------------------------------------------------------------------
+
+
+def packs(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Hooks of the user's own, as those that compress activations, and leave parameters alone."""
+    if kind == "on the host":
+        return torch.autograd.graph.save_on_cpu()
+    keep = lambda t: t if kind == "as they are" or isinstance(t, nn.Parameter) else t.clone()  # noqa: E731
+    return torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+
+
+@on_ranks(2)
+@IN_STAGES
+@pytest.mark.parametrize("kind", ["parameters", "as they are", "on the host"])
+def test_hooks_of_saved_tensors_inside_of_a_block_may_keep_its_weights(stages: tuple[int, ...], kind: str) -> None:
+    def act(m: Any, x: Tensor) -> Tensor:
+        with packs(kind):
+            return x + torch.tanh(m.up(m.norm(x))) @ m.weight
+
+    def make() -> nn.Module:
+        return Does(act, norm=nn.LayerNorm(WIDTH), up=linear(), weight=nn.Parameter(torch.randn(WIDTH, WIDTH) / 9))
+
+    check(lambda: Chain(make), mean_square, stage=stages, steps=3, plain=BOTH, unit={"classes": ["Does"]})
+
+
 # -- several backwards, gradients of gradients ------------------------------------------------------------------------
 
 

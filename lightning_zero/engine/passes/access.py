@@ -13,6 +13,7 @@ Reads at stages 1 and 2 never raise; they wait for the param sync after a step.
 from __future__ import annotations
 
 import contextlib
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+import lightning_zero
 from lightning_zero.comm.agreements import digest_of, is_same
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.containers import find_tensors
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 CHUNK = 1 << 20  # elements per step of a checksum
 SMALL_NBYTES = 1 << 22  # of buffers that are compared in every step
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_PACKAGE = lightning_zero.__path__[0]
 
 _Key = tuple[int, int]  # bucket, slot
 
@@ -91,6 +95,7 @@ class Writes:
         # Of each parameter that this rank has written: checksums of its own part before, and of the whole one after.
         self._unconfirmed: dict[_Key, tuple[int, int]] = {}
         self.write_backs: list[Callable[[], None]] = []  # what each open gather() does at its end
+        self.assigned: dict[str, str] = {}  # who got other ``.data`` in the open pass, and in which line of code
         self._warned = False  # of a write that was rounded
 
     # -- noticing -------------------------------------------------------------------------------------------------
@@ -174,8 +179,12 @@ class Writes:
         compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
         before = bucket.own_compute_params()
         self._note(bucket, info, before, compute)
-        # Equal values (weights clamped in each forward, say) leave the version, so that open graphs stay valid.
-        again = bucket.shows_values and info.gathered is not None and torch.equal(info.gathered, compute)
+        # Values that are equal but for rounding (weights clamped in each forward, averages of a weight with itself)
+        # leave the version, so that open graphs stay valid. torch's would read the new values, or the old ones where a
+        # kernel has saved a view.
+        rounding = 4 * torch.finfo(compute.dtype).eps if compute.is_floating_point() else 0.0
+        shown = info.gathered if bucket.shows_values else None
+        same = shown is not None and torch.allclose(shown, compute, rtol=rounding, atol=0.0)
         held = [known() for known in self._read.pop((self._number[bucket], info.slot), ()) if bucket.shows_values]
         for values in held:
             if values is not None:  # under torch it would stay as it is
@@ -183,12 +192,13 @@ class Writes:
         with opened(bucket.storage, changed=True):
             bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
             bucket.copy_master_to_params()
-        if again:
-            return
-        if bucket.shows_values:
-            assert info.gathered is not None
-            info.gathered.copy_(compute)
-        values_changed([info])
+        if shown is not None:
+            shown.copy_(compute)
+        if not same:
+            values_changed([info])
+            frames = (f for f, _ in traceback.walk_stack(None) if not f.f_code.co_filename.startswith(_PACKAGE))
+            caller = next(frames)
+            self.assigned[info.fqn] = f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
     # -- do all ranks write the same? -----------------------------------------------------------------------------
 
@@ -480,13 +490,13 @@ class Access:
                 with self._passes.comm.at(read if self._passes.key is None else self._passes.comm.waits.place):
                     self._after_step.sync_params(unit)
                     unit.unshard_wait()
-            elif self._passes.key is None:
+            elif self._passes.key is None and not self._passes.begin_again():
                 raise RuntimeError(
                     f"{place.info.fqn} is sharded, and between steps its values are on no rank, so {operation!r} would "
                     "read or write a placeholder. Do this inside `with lightning_zero.gather(model):`, on all ranks, "
                     "or inside a step (training_step, or trainer.strategy.step_scope())."
                 )
-            elif not place.bucket.shows_values:
+            if place.bucket.reshards and not place.bucket.shows_values:
                 self._passes.demand(unit, "a read of parameters")
                 brought.append(unit)
         return brought

@@ -50,6 +50,7 @@ class _Running(NamedTuple):
     unit: Unit
     packing: contextlib.AbstractContextManager[None] | None
     handled: BaseException | None  # the exception that the caller handled when it made the call
+    packed: tuple[int, int]  # numbers of tensors, and of the unit's weights, that had been packed before the call
 
 
 class Hooks:
@@ -254,7 +255,7 @@ class Hooks:
         may_be_dropped = unit.index > 0 and unit.reshards and torch.is_grad_enabled()
         packing = passes.saved.packed() if may_be_dropped and hooks_allowed() else None
         # torch keeps saved-tensor hooks on a stack, so :meth:`_post_forward` pops only the last entry of this list.
-        self._running.append(_Running(unit, packing, sys.exc_info()[1]))
+        self._running.append(_Running(unit, packing, sys.exc_info()[1], (passes.saved.count, unit.saved)))
         if packing is not None:
             packing.__enter__()
         elif may_be_dropped:
@@ -300,7 +301,7 @@ class Hooks:
         # If a pre-hook has raised, ours or the user's, no call was recorded.
         if not self._running or self._running[-1].unit is not unit:
             return
-        handled = self._running[-1].handled
+        _, packing, handled, (count, saved) = self._running[-1]
         self._end_call()
         passes, outermost, error = self.passes, not self._running, sys.exc_info()[1]
         # A module may return None, or be called while another exception is handled.
@@ -312,8 +313,13 @@ class Hooks:
             passes_ref = self._passes
             for tensor in outputs:
                 tensor.register_hook(lambda _: _backward_begins(passes_ref))
-        elif unit.has_packed and unit.reshards:
+        elif unit.reshards and (
             # bitsandbytes keeps bare views of the buffer for its backward, which no hooks of saved tensors pack.
+            unit.has_packed
+            # The user's own hooks, inside of the forward, may have kept weights. A backward that needs none, as that of
+            # an Embedding, has packed other tensors.
+            or (packing is not None and unit.saved == saved and not (unit.is_leaf and passes.saved.count > count))
+        ):
             unit.is_held |= not outputs and self._hides_outputs(unit, args, kwargs)
             needed = partial(_weights_needed, self._passes, unit.index)
             for tensor in outputs:

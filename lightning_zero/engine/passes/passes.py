@@ -169,6 +169,7 @@ class Passes:
         # Evaluations repeat one path and are not numbered.
         full_key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
         self._enter(Phase.FORWARD)
+        self.writes.assigned.clear()
         self._open = OpenPass(full_key, evaluates=evaluation, ends_with_call=owner is not None)
         self.comm.waits.place = f"pass {full_key}"
         self.order.begin(full_key, cyclic=evaluation)
@@ -180,6 +181,12 @@ class Passes:
         if root.state is State.SHARDED:
             root.unshard_begin()
         root.unshard_wait()
+
+    def begin_again(self) -> bool:
+        """Begin a pass after a backward has raised inside of a step that goes on. Return whether a pass is open."""
+        if self.key is None and self._scope is not None:
+            self.begin(self._scope.key, evaluation=self._scope.evaluation)
+        return self.key is not None
 
     def recover(self, what: str = "going on after an exception") -> None:
         """Resynchronize the ranks if an exception has ended a pass. ``what``: what follows, for errors. Collective."""
@@ -397,7 +404,7 @@ class Passes:
             self._end_backward()
         except BaseException as error:
             self.abort()
-            explain_weights(error, self.units)
+            explain_weights(error, self.units, self.writes.assigned)
             raise
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

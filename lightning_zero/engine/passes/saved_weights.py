@@ -8,7 +8,7 @@ and unpacking gathers the unit. torch does not check packed tensors for in-place
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,7 @@ class SavedWeights:
     def __init__(self, units: Sequence[Unit], needed: Callable[[Unit], bool]) -> None:
         self._needed = needed
         self._units = units
+        self.count = 0  # of the tensors packed so far
         self.plans_changed()
 
     def plans_changed(self) -> None:
@@ -98,16 +99,20 @@ class SavedWeights:
             return None
 
     def _pack(self, tensor: Tensor) -> _Weight | _Other:
+        self.count += 1
         unit = self._owner_of(tensor)
         if unit is not None:
+            unit.saved += 1
             return _Weight(tensor, tensor._version, unit)
         # Detached: a kernel that saves its own result (tanh) would reference itself, and a graph without a backward
         # would live for ever. torch restores the history. Detached tensors share their version.
         return _Other(tensor.detach(), tensor._version)
 
     def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], object], unpack: Callable[..., Tensor]) -> object:
-        unit = self._owner_of(tensor)
-        return _Outer(pack(tensor), unpack) if unit is None else _Weight(tensor, tensor._version, unit)
+        if self._owner_of(tensor) is not None:
+            return self._pack(tensor)
+        self.count += 1
+        return _Outer(pack(tensor), unpack)
 
     def _unpack(self, packed: _Weight | _Other | _Outer) -> Tensor:
         # Pack what the current kernel saves, if its backward makes a graph (``create_graph``, or a Python function).
@@ -137,8 +142,9 @@ class SavedWeights:
         return tensor
 
 
-def explain_weights(error: BaseException, units: Sequence[Unit]) -> None:
-    """Explain ``error`` of a backward: raise a RuntimeError if weights were freed, add a note if they were changed."""
+def explain_weights(error: BaseException, units: Sequence[Unit], assigned: Mapping[str, str]) -> None:
+    """Explain ``error`` of a backward: raise a RuntimeError if weights were freed or ``assigned`` (names, with lines of
+    code), add a note if they were changed otherwise."""
     if not isinstance(error, RuntimeError):
         return
     if _DROPPED in str(error):
@@ -147,6 +153,12 @@ def explain_weights(error: BaseException, units: Sequence[Unit]) -> None:
             f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left "
             "the unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return "
             "the tensor from the unit's forward, or choose other units with zero.unit.classes."
+        ) from error
+    if _CHANGED in str(error) and assigned:
+        names = ", ".join(f"{name}.data = ... ({line})" for name, line in assigned.items())
+        raise RuntimeError(
+            f"{names}: assigned between a forward that used the parameter and its backward ({_CHANGED}). "
+            "Assign it after the backward; or write param.data.copy_(value), and the backward uses the new values."
         ) from error
     if _CHANGED in str(error) and any(unit.reshards for unit in units):
         error.add_note(_READ_OUTSIDE)

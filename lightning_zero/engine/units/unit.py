@@ -47,6 +47,7 @@ class Unit:
     infos: list[ParamInfo] = field(init=False)
     resharded: list[Bucket] = field(init=False)  # buckets that are dropped after use
     has_packed: bool = field(init=False)  # 4-bit parameters
+    is_leaf: bool = field(init=False)  # the parameters are those of the module itself, not of modules inside
     reshards: bool = field(init=False)  # the unit is gathered for a use and dropped after it
     gathered_nbytes: int = field(init=False)
     state: State = State.GATHERED
@@ -54,6 +55,7 @@ class Unit:
     expected: int = 0  # number of gradients that this backward brings for the unit's parameters
     arrived: int = 0  # number of these gradients that have arrived since the unit was last dropped
     calls: set[int] = field(default_factory=set)  # open calls: they need frozen weights for gradients of their inputs
+    saved: int = 0  # number of times that `passes/saved_weights.py` has packed one of its weights
     is_held: bool = False  # stays gathered until the pass ends: users' code or autograd may hold views of the values
     keeps_node_slices: bool = False  # in a pass with a backward: each drop keeps a slice for the node (NodeShard)
     gathers_in_node: bool = False  # the next gather takes the slices that this node's ranks have kept in this pass
@@ -63,6 +65,7 @@ class Unit:
         self.title = self.name or "(root)"
         self.infos = [info for bucket in self.buckets for info in bucket.params]
         self.has_packed = any(is_packed(info.param) for info in self.infos)
+        self.is_leaf = all(info.fqn.rpartition(".")[0] == self.name for info in self.infos)
         self.plans_changed()
 
     def plans_changed(self) -> None:
