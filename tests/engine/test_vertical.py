@@ -394,13 +394,13 @@ DROPPING = [Dropping(), Dropping()]
 
 
 @pytest.mark.parametrize(("blocks", "settings", "words"), [
-    ([Norm(), Norm()], {}, r"blocks\.0 \(Norm\) holds inner \(BatchNorm1d\).*whole_batch=\[BatchNorm1d\]"),
+    ([Norm(), Norm()], {}, r"blocks\.0 \(Norm\) holds inner \(BatchNorm1d\).*\{'whole_batch': \['BatchNorm1d'\]"),
     ([Norm(nn.GRU(8, 8)), Norm(nn.GRU(8, 8))], {}, "batch_first=False"),
-    (DROPPING, {"unit": {"whole_batch": ["Norn"]}}, "whole_batch: expected class names.*'Norn'"),
+    (DROPPING, {"unit": {"whole_batch": ["Norn"]}}, r"whole_batch'\]: expected class names.*'Norn'"),
     (DROPPING, {"unit": {"whole_batch": ["Dropping"]}}, "none of whose units do"),
-    (DROPPING, {"how": "none"}, "activation_checkpointing=blocks, or offload"),
-    (DROPPING, {"k": 1, "unit": {"whole_batch": ["Norm"]}}, "has no effect with zero.vertical_chunks=1"),
-    (DROPPING, {"k": 0}, "zero.vertical_chunks"),
+    (DROPPING, {"how": "none"}, "activation_checkpointing='blocks', or 'offload'"),
+    (DROPPING, {"k": 1, "unit": {"whole_batch": ["Norm"]}}, "has no effect with vertical_chunks=1"),
+    (DROPPING, {"k": 0}, "^vertical_chunks"),
 ])  # fmt: skip
 def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: dict[str, Any], words: str) -> None:
     module = Layers(*blocks)
