@@ -112,7 +112,7 @@ HEAD = '''"""The types of the keywords of ZeroStrategy, made from the dataclasse
 
 # fmt: off
 from collections.abc import Mapping, Sequence
-from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from lightning_zero.settings import groups, zero_config
@@ -121,7 +121,7 @@ from lightning_zero.settings import groups, zero_config
 
 def keywords() -> str:
     """Return the module of the keywords' types: one for each group, for all stages, and for the rest."""
-    kinds = kinds_of(ZeroConfig)
+    kinds = dict(kinds_of(ZeroConfig))
     groups = {key: kind for key, kind in kinds.items() if dataclasses.is_dataclass(kind)}
     parts = [_typed_dict(_settings_of(kind), "TypedDict", kinds_of(kind), f"groups.{kind.__name__}", key)
              for key, kind in groups.items()]  # fmt: skip
@@ -158,7 +158,7 @@ def _type_of(key: str, kind: Any) -> str:
         return f"Mapping[str, {_type_of('', get_args(kind)[1])}]"
     if get_origin(kind) is list:
         return f"Sequence[{get_args(kind)[0].__name__}]"
-    simple = {NBytes: "int | str", str: "str | PathLike[str]", Any: "Any"}
+    simple = {NBytes: "int | str", str: "str | Path", Any: "Any"}
     return simple.get(kind) or kind.__name__
 
 

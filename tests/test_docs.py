@@ -22,6 +22,7 @@ import lightning_zero
 from lightning_zero.app.schema import register_schema
 from lightning_zero.presets import PRESETS
 from lightning_zero.settings import ZeroConfig
+from lightning_zero.settings.python import as_arguments
 from tests.harness import ROOT, run_command
 from tests.structure import count_keys, modules
 
@@ -137,6 +138,18 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
     assert made().with_made(page) == page, "python docs/made.py writes it"
     rows = re.findall(r"^\| \[?`(zero[./][\w.]+)`", made().settings_table(), re.MULTILINE)
     assert len(rows) == len(set(rows)) == count_keys(ZeroConfig())
+
+
+def test_types_of_keywords_are_those_of_the_code() -> None:
+    assert made().keywords() == made().KEYWORDS.read_text(), "python docs/made.py writes it"
+
+
+def test_every_message_can_name_arguments() -> None:
+    """No setting is left as Hydra writes it, and what names arguments stays as it is."""
+    told = [as_arguments(text) for text in re.findall(r"^- `` (.*) ``$", made().messages(), re.MULTILINE)]
+    assert len(told) > 300
+    for text in told:
+        assert not re.search(r"(?<![\w/])zero[./][a-z]", text) and as_arguments(text) == text
 
 
 def test_the_page_of_messages_has_those_of_settings() -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -23,7 +23,9 @@ from lightning_zero.settings import (
     StateDtype,
     UnitConfig,
     ZeroConfig,
+    keywords,
     make_config,
+    names_arguments,
 )
 from tests.rows import IN_FILES
 
@@ -45,6 +47,43 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
     assert make_config(stage=stage).stage.name is Stage.zero3
 
 
+def test_every_name_that_types_list_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also Lightning's names of precisions."""
+    monkeypatch.setenv(NVME_PATH, "/b")
+    names: dict[str, list[Any]] = {}
+    for key, kind in (get_type_hints(keywords.Keywords) | {"stage": keywords.Stage}).items():
+        literals = [one for one in (kind, *get_args(kind)) if get_origin(one) is Literal and key != "tensor_plan"]
+        names[key] = [name for one in literals for name in get_args(one)]
+        assert all(getattr(make_config(**{key: name}), key) is not None for name in names[key])
+    of_lightning = {"bf16-mixed", "16-mixed", "32-true", "64-true", "bf16-true", "16-true", 16, 32, "bf16"}
+    assert of_lightning < {*names["precision"]}
+    assert make_config(precision="bf16-mixed").precision.name is make_config(precision="bf16").precision.name
+    assert make_config(precision=16).precision.name is Precision.fp16
+    assert make_config(unit=None, precision=None) == ZeroConfig()
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("zero.unit.max_bytes: expected a number > 0. Change zero.unit.max_bytes.",
+     "unit['max_bytes']: expected a number > 0. Change unit['max_bytes']."),
+    ("Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none.",
+     "Choose stage='zero1', 'zero2' or 'zero3', or offload='none'."),
+    ("expected true or null. Set zero.unit.whole_batch=[A, B], or zero.vertical_chunks=1.",
+     "expected True or None. Set unit={'whole_batch': ['A', 'B']}, or vertical_chunks=1."),
+    ("Set zero.offload.nvme_path=/a/b.c, or zero.checkpoint.verify=false.",
+     "Set offload['nvme_path']='/a/b.c', or checkpoint['verify']=False."),
+    ("Set '+zero.tensor_plan={a.*.b: colwise, c: rowwise}'.", "Set tensor_plan={'a.*.b': 'colwise', 'c': 'rowwise'}."),
+    ("zero.prefetch: no such setting; got zero.txt of /tmp/zero/stage and light.zero.loss",
+     "prefetch: no such setting; got zero.txt of /tmp/zero/stage and light.zero.loss"),
+])  # fmt: skip
+def test_messages_name_arguments_to_callers_from_python(text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error, names_arguments():
+        raise ConfigError(text)
+    assert str(error.value) == told
+    with pytest.raises(ConfigError) as error, names_arguments(ZeroConfig()):  # which an app with Hydra has made
+        raise ConfigError(text)
+    assert str(error.value) == text
+
+
 @pytest.mark.parametrize(("settings", "key", "got"), [
     ({"prefetch_bytes": -1}, "zero.prefetch_bytes", "-1"),
     ({"reduce_bucket_bytes": 0}, "zero.reduce_bucket_bytes", "0"),
@@ -64,6 +103,9 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
     ({"activation_checkpointing": 1}, "zero.activation_checkpointing: expected one of none, blocks", "1"),
     ({"precision": {"fp32_modules": "LayerNorm"}}, "zero.precision.fp32_modules: expected a list", "'LayerNorm'"),
     ({"unit": "Block"}, "zero.unit: expected a mapping of settings, or UnitConfig", "'Block'"),
+    ({"unit": ["Block"]}, "zero.unit: expected a mapping", "Write zero.unit.classes=[Block]."),
+    ({"unit": ("Block",)}, "zero.unit: expected a mapping", "Write zero.unit.classes=[Block]."),
+    ({"optimizer": "int8"}, "zero.optimizer: expected a mapping", "Write zero.optimizer.state_dtype=int8."),
     ({"stage": True}, "zero/stage: expected one of", "True"),
     ({"prefetch_bytes": "1MO"}, "zero.prefetch_bytes: expected a size such as 80GB", "'1MO'"),
     ({"offload": "gpu"}, "zero/offload: expected one of none", "Write zero/offload=none."),

@@ -2,7 +2,7 @@
 
 # fmt: off
 from collections.abc import Mapping, Sequence
-from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from lightning_zero.settings import groups, zero_config
@@ -33,7 +33,7 @@ PrecisionSettings.__doc__ = groups.PrecisionConfig.__doc__
 
 class OffloadSettings(TypedDict, total=False):
     name: Literal["none", "optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme", "auto"]
-    nvme_path: str | PathLike[str] | None
+    nvme_path: str | Path | None
     device_budget: int | str | None
     host_budget: int | str | None
     nvme_budget: int | str | None
@@ -102,10 +102,10 @@ class FabricKeywords(TypedDict, total=False):
     activation_checkpointing: Literal["none", "blocks", "offload"]
     hybrid_shard: Literal["auto", "flat", "node", "node_backward"]
     dynamic_graph: bool
-    init_from: str | PathLike[str] | None
+    init_from: str | Path | None
     stall_timeout_s: float
     gather_after_fit: bool | None
-    timeline: str | PathLike[str] | None
+    timeline: str | Path | None
     sequence_parallel: int
     tensor_parallel: int
     expert_parallel: int

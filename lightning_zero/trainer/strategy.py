@@ -72,8 +72,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (default), 0 .. 3, or ``"auto"``, the fastest stage that fits in memory.
         config: a whole :class:`ZeroConfig`; other arguments override its fields.
-        settings: fields of :class:`ZeroConfig`, such as ``offload="cpu"``, ``prefetch_bytes="64MB"`` or
-            ``unit={"classes": ["Block"]}``.
+        settings: fields of :class:`ZeroConfig`, such as ``offload="cpu"`` or ``unit={"classes": ["Block"]}``.
         timeout: of the process group's collectives; default: torch's, but on gloo ``zero.stall_timeout_s``.
         start_method: ``"popen"`` starts processes by running the script again; ``"fork"`` is for notebooks.
 
@@ -261,7 +260,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     def _lightning_module(self, module: pl.LightningModule | None) -> None:  # type: ignore[override]
         """Check and store the run's module. The Trainer sets it before it starts processes."""
         if module is not None and module is not self._module:
-            self._check_before_start(module)
+            with names_arguments(self._given_config):
+                self._check_before_start(module)
         self._module = module
 
     def _check_before_start(self, model: pl.LightningModule) -> None:

@@ -69,7 +69,7 @@ def drop_optimizers(engine: Engine) -> None:
 @on_ranks(2)
 def test_ranks_of_a_host_share_its_memory() -> None:
     """Each rank's half of the masters fits alone; both together do not."""
-    need = rf"zero.offload: the 2 rank\(s\) on host {socket.gethostname()} need"
+    need = rf"^offload: the 2 rank\(s\) on host {socket.gethostname()} need"
     says = rf"{need}.* more bytes of host memory.*{3 * NUMEL:,} are available"
     with available(3 * NUMEL), mock.patch.object(HostTier, "reserve") as reserve:
         with pytest.raises(ConfigError, match=says):
@@ -142,8 +142,8 @@ def test_files_are_asked_for_before_anything_is_moved(row: str, tmp_path: Path) 
     offload = {"name": row, "nvme_path": str(tmp_path)}
     with free_files(3 * NUMEL), mock.patch.object(NvmeTier, "reserve") as reserve:
         place = rf"the 2 rank\(s\) on host {socket.gethostname()}, in {tmp_path} need .* more bytes of files"
-        budget = r"zero.offload.nvme_budget: rank 0 needs .* the budget is 1,000"
-        for more, says in (({}, f"^zero.offload: {place}"), ({"nvme_budget": 1000}, budget)):
+        budget = r"^offload\['nvme_budget'\]: rank 0 needs .* the budget is 1,000"
+        for more, says in (({}, f"^offload: {place}"), ({"nvme_budget": 1000}, budget)):
             with pytest.raises(ConfigError, match=says):
                 lightning_zero.shard(Model(width=WIDTH), device="cpu", offload={**offload, **more})
         reserve.assert_not_called()
@@ -170,7 +170,7 @@ def test_a_disk_that_another_job_fills_on_one_rank_is_every_rank_s_error(row: st
 
     offload = {"name": row, "nvme_path": str(tmp_path)}
     started = time.monotonic()
-    says = r"zero.offload.nvme_path: expected .* space .*, where it is full"
+    says = r"offload\['nvme_path'\]: expected .* space .*, where it is full"
     with mock.patch.object(DiskFile, "ensure", full), pytest.raises(ConfigError, match=says):
         lightning_zero.shard(Model(width=WIDTH), device="cpu", offload=offload, stall_timeout_s=20.0)
     assert time.monotonic() - started < 10

@@ -151,9 +151,9 @@ def test_small_steps_are_not_lost() -> None:
 def test_where_nothing_is_rounded_and_other_optimizers_are_refused() -> None:
     slices = {"precision": STOCHASTIC, "optimizer_settings": {"sharding": "slices"}}
     for says, config in (
-        (r"false .* got true with zero/precision=fp32\.", {"precision": {"stochastic_rounding": True}}),
-        (r"false .* got true with zero/precision=bf16\.", {"precision": {**STOCHASTIC, "name": "bf16"}}),
+        (r"False .* got True with precision='fp32'\.", {"precision": {"stochastic_rounding": True}}),
+        (r"False .* got True with precision='bf16'\.", {"precision": {**STOCHASTIC, "name": "bf16"}}),
         (r"one of torch's .* got .*SignDescent", {"optimizer": SignDescent, **slices}),
     ):
-        with pytest.raises(ConfigError, match=rf"stochastic_rounding: expected {says}"):
+        with pytest.raises(ConfigError, match=rf"stochastic_rounding('\])?: expected {says}"):
             Sharded(torch.nn.Linear(8, 8), **config)

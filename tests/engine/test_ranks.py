@@ -236,7 +236,7 @@ def _add(module: nn.Module, child: nn.Module) -> dict[str, Any]:
 
 # What rank 1 does otherwise than the others, and what all hear.
 REFUSED: dict[str, tuple[Callable[[nn.Module, Path], dict[str, Any]], str]] = {
-    "unit": (lambda m, _: {"unit": {"classes": ["Block" if dist.get_rank() != 1 else "Bloc"]}}, "zero.unit.classes"),
+    "unit": (lambda m, _: {"unit": {"classes": ["Block" if dist.get_rank() != 1 else "Bloc"]}}, r"unit\['classes'\]"),
     "lazy": (
         lambda m, _: _add(m, nn.LazyLinear(2)) if dist.get_rank() == 1 else {},
         r"parameter more\.weight has no shape yet.*lazy.*configure_model",
@@ -262,11 +262,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, Path], dict[str, Any]], str]] = {
     ),
     "recompute": (
         lambda m, _: {"activation_checkpointing": "blocks", "unit": {"classes": ["Model"] * (dist.get_rank() == 1)}},
-        "zero.activation_checkpointing",
+        "activation_checkpointing='blocks': the model has no blocks",
     ),
     "folder": (
         lambda m, folder: {"offload": {"name": "nvme", "nvme_path": f"{folder}/{'missing' * (dist.get_rank() == 1)}"}},
-        "zero.offload.nvme_path",
+        r"offload\['nvme_path'\]",
     ),
     "variable": (
         lambda m, folder: {"offload": {"name": "nvme", "nvme_path": f"{folder}/${'NOWHERE' * (dist.get_rank() == 1)}"}},

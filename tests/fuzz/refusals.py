@@ -56,7 +56,7 @@ def _walks_again(program: Program) -> bool:
 
 REFUSALS = (
     Refusal(
-        r"ConfigError: zero\.offload\.host_budget: rank \d+ needs",
+        r"ConfigError: (zero\.offload\.host_budget|offload\['host_budget'\]): rank \d+ needs",
         "auto splits the optimizer before it knows it, as one with two tensors of state: amsgrad has three",
         lambda program: program.settings.offload == "auto" and program.optimizer == "amsgrad",
     ),
@@ -86,7 +86,7 @@ REFUSALS = (
         lambda program: program.settings.recompute != "none",
     ),
     Refusal(
-        r"ConfigError: zero.activation_checkpointing=\w+: the model has no blocks that were found to be units",
+        r"ConfigError: activation_checkpointing='\w+': the model has no blocks that were found to be units",
         "there is nothing to compute again, and nobody would notice",
         lambda program: program.settings.recompute != "none",
     ),

@@ -199,8 +199,8 @@ def test_gather_after_fit_without_room_is_refused_before_a_process_starts(call: 
     of = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, default_root_dir=tmp_path)
     launches = mock.patch.object(of.strategy.launcher, "launch", side_effect=AssertionError("processes start"))
     says = (
-        r"zero\.gather_after_fit=true: expected room for a whole copy of the module, [\d,]+ bytes, on this host, got "
-        r"1,000 bytes that are available \(90% of them may be used\)\. Set zero\.gather_after_fit=null"
+        r"^gather_after_fit=True: expected room for a whole copy of the module, [\d,]+ bytes, on this host, got "
+        r"1,000 bytes that are available \(90% of them may be used\)\. Set gather_after_fit=None"
     )
     with launches, NO_ROOM, pytest.raises(ConfigError, match=says):
         getattr(of, call)(Lit())

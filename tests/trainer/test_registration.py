@@ -5,13 +5,14 @@ A process that imports pytorch_lightning and lightning_fabric has strategies of 
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_zero
 from lightning_zero import ZeroFabricStrategy, ZeroStrategy
@@ -80,6 +81,20 @@ def test_aliases_are_ddp_by_name_and_class() -> None:
         assert isinstance(strategy, DDPStrategy) and not isinstance(plain, DDPStrategy)
         found = Fabric(strategy=f"ddp_{name}", accelerator="cpu", devices=2).strategy
         assert isinstance(found, ZeroFabricStrategy) and isinstance(found, FabricDDPStrategy)
+
+
+def test_misspelt_preset_is_named_beside_the_error_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = pytest.raises(ValueError, match="invalid strategy name")
+    for make in (Trainer, Fabric):
+        with refused, pytest.warns(UserWarning, match=r"mean 'zero3'\? Presets are zero0, "):
+            make(strategy="zer03", accelerator="cpu", devices=1)
+    monkeypatch.setitem(StrategyRegistry, "zero3_own", StrategyRegistry["zero3"])
+    with warnings.catch_warnings(record=True) as told:  # another name is as without the presets
+        with refused:
+            Trainer(strategy="ddpp", accelerator="cpu", devices=1)
+        assert "zero3_own" in StrategyRegistry.available_strategies()
+        assert isinstance(Trainer(strategy="zero3_own", accelerator="cpu", devices=1).strategy, ZeroStrategy)
+    assert not [one for one in told if "Presets" in str(one.message)]
 
 
 def test_a_preset_with_files_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:

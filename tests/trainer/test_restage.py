@@ -183,14 +183,14 @@ def test_ranks_of_a_node_share_shards_before_and_after(stage: str) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no such stage": ({"stage": "zero4"}, "zero/stage: expected one of zero0"),
-    "no such row": ({"offload": "gpu"}, "zero/offload: expected one of none"),
+    "no such stage": ({"stage": "zero4"}, "^stage: expected one of zero0"),
+    "no such row": ({"offload": "gpu"}, "^offload: expected one of none"),
     "rows that do not go together": ({"stage": 2, "offload": "cpu"}, "parameters can be offloaded at stage 3 only"),
     "neither": ({}, "expected another stage, another offload"),
     "no folder": ({"offload": "nvme"}, "nvme_path: expected a folder"),
     "a folder that is not there": ({"offload": {"name": "nvme", "nvme_path": "/nowhere"}}, "/nowhere"),
-    "no such setting": ({"offload": {"name": "cpu", "disk": 3}}, "zero.offload.disk: no such setting"),
-    "no room": ({"offload": {"name": "cpu", "host_budget": 100}}, "zero.offload.host_budget: rank 0 needs"),
+    "no such setting": ({"offload": {"name": "cpu", "disk": 3}}, r"^offload\['disk'\]: no such setting"),
+    "no room": ({"offload": {"name": "cpu", "host_budget": 100}}, r"^offload\['host_budget'\]: rank 0 needs"),
 }
 
 
@@ -205,7 +205,7 @@ def bad_settings(of: Any) -> None:
 
 
 def ranks_disagree(of: Any) -> None:
-    stages = {"zero2": "zero1 with offload none on rank 0 and .*zero2.* on rank 1", "zero9": "zero/stage.*zero9"}
+    stages = {"zero2": "zero1 with offload none on rank 0 and .*zero2.* on rank 1", "zero9": "stage: .*zero9"}
     for stage, message in stages.items():
         with refused(message):
             of.strategy.restage(("zero1", stage)[of.global_rank])

@@ -202,8 +202,8 @@ def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
     of = fit(sharded(), tmp_path).trainer
     path, plugin = tmp_path / "a.ckpt", AsyncCheckpointIO()
     acts: list[tuple[Callable[[], Any], str]] = [
-        (lambda: sharded(checkpoint_io=plugin), "zero/checkpoint=sharded: expected no CheckpointIO, got AsyncCheck"),
-        (lambda: sharded(checkpoint={"background": True}), r"zero\.checkpoint\.background: expected false with zero/c"),
+        (lambda: sharded(checkpoint_io=plugin), "^checkpoint='sharded': expected no CheckpointIO, got AsyncCheck"),
+        (lambda: sharded(checkpoint={"background": True}), r"^checkpoint\['background'\]: expected False with check"),
         (lambda: trainer(sharded(), tmp_path, plugins=[plugin]), "expected no CheckpointIO, got AsyncCheckpointIO"),
         (lambda: of.save_checkpoint(path, storage_options={"a": 1}), r"expected no storage_options, .* got \{'a': 1\}"),
         (lambda: of.save_checkpoint("s3://bucket/a.ckpt"), "a file system that is mounted, got s3://"),
