@@ -30,8 +30,8 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(
-            f"optimizer: {name} steps sparse gradients only, and gradients are dense here at every stage, also those of "
-            "embeddings with sparse=True. Use torch.optim.Adam or SGD for these embeddings."
+            f"optimizer: {name} steps sparse gradients only, and gradients are dense here at every stage, also those "
+            "of embeddings with sparse=True. Use torch.optim.Adam or SGD for these embeddings."
         )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigError(

@@ -208,8 +208,8 @@ def _refusal(fqn: str) -> RuntimeError:
 
 def _scaler_refusal() -> RuntimeError:
     return RuntimeError(
-        "torch.amp.GradScaler: expected whole gradients to unscale, got gradients that are sharded over the ranks. Train "
-        "in bf16 (zero.precision='bf16'), which needs no loss scale; or use the Trainer or Fabric with "
+        "torch.amp.GradScaler: expected whole gradients to unscale, got gradients that are sharded over the ranks. "
+        "Train in bf16 (zero.precision='bf16'), which needs no loss scale; or use the Trainer or Fabric with "
         "precision='16-mixed', which scale the loss themselves."
     )
 

@@ -144,9 +144,9 @@ def refuse_scripted(module: nn.Module) -> None:
     for name, inner in module.named_modules():
         if isinstance(inner, torch.jit.RecursiveScriptModule):
             raise ConfigError(
-                f"{name or type(inner).__name__}: expected a module with a forward in Python, got one of torch.jit.script "
-                "(or torch.jit.load), which takes no hooks. Leave torch.jit.script out, or use torch.compile; export "
-                "after training."
+                f"{name or type(inner).__name__}: expected a module with a forward in Python, got one of "
+                "torch.jit.script (or torch.jit.load), which takes no hooks. Leave torch.jit.script out, or use "
+                "torch.compile; export after training."
             )
 
 
