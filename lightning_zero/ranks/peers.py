@@ -43,7 +43,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 def plain(error: BaseException) -> str:
     """Return what a backend says in ``error``, without its places in C++ and its wishes."""
-    return re.sub(r"^\[[^\]]*:\d+\] |[\s.]*GLHF!.*", "", str(error), flags=re.DOTALL)
+    return re.sub(r"^\[[^\]]*:\d+\] |\. This is typically.*|[\s.]*GLHF!.*", "", str(error), flags=re.DOTALL)
 
 
 def machine() -> str:

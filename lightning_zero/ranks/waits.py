@@ -225,6 +225,8 @@ class Waits:
 
     def explain(self, error: BaseException) -> None:
         """Explain ``error``, which ends this rank: add a note on the rank that caused it, or tell others of it."""
+        if isinstance(error, PeerError):
+            error.__traceback__ = None  # the cause is on another rank, and a hundred lines would hide its name
         if self._watchdog is None or isinstance(error, PeerError | SystemExit):
             return
         if isinstance(error, StallError):

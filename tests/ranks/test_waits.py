@@ -171,3 +171,14 @@ def test_ranks_at_different_places_hear_so_at_once() -> None:
                 barrier(dist.group.WORLD, own, "the start")
     barrier(dist.group.WORLD, own, "the end")
     own.close()
+
+
+def test_the_error_of_another_rank_is_not_hidden_behind_frames_of_this_one() -> None:
+    with pytest.raises(peers.PeerError) as caught:
+        try:
+            raise peers.PeerError("rank 1 has ended")
+        except peers.PeerError as error:
+            deep = error.__traceback__
+            Waits(None, stall_timeout_s=1.0).explain(error)
+            raise
+    assert deep is not None and caught.value.__traceback__ is not deep

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -142,6 +144,21 @@ def test_step_inside_autocast_leaves_no_stale_weights(tmp_path: Path) -> None:
     assert losses[0] != losses[1] and losses[2] != losses[3]
     for run in runs[1:]:
         assert_same(run, runs[0], tolerance=0)
+
+
+class LogsTogether(Lit):
+    def training_step(self, *args: Any) -> Tensor:
+        loss = super().training_step(*args)
+        self.log("together", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+@on_ranks(1)
+def test_a_lone_rank_gets_no_hint_on_what_it_has_given(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as seen, mock.patch.object(toys, "_quiet"):
+        warnings.simplefilter("always")
+        fit("zero1", tmp_path, seeded(LogsTogether), max_epochs=1)
+    assert not [str(w.message) for w in seen if "'together'" in str(w.message)]
 
 
 def test_plugin_is_ours_whatever_lightning_chose() -> None:

@@ -174,8 +174,8 @@ def refuse_scripted(module: nn.Module) -> None:
         if isinstance(inner, torch.jit.RecursiveScriptModule):
             raise ConfigError(
                 f"{name or type(inner).__name__}: expected a module with a forward in Python, got one of "
-                "torch.jit.script (or torch.jit.load), which takes no hooks. Leave torch.jit.script out, or use torch.compile; export "
-                "after training."
+                "torch.jit.script (or torch.jit.load), which takes no hooks. Leave torch.jit.script out, or use "
+                "torch.compile; export after training."
             )
 
 
