@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lightning_zero
 from lightning_zero.engine import engine_of
@@ -146,6 +146,43 @@ def test_hooks_of_saved_tensors_inside_of_a_block_may_keep_its_weights(stages: t
         return Does(act, norm=nn.LayerNorm(WIDTH), up=linear(), weight=nn.Parameter(torch.randn(WIDTH, WIDTH) / 9))
 
     check(lambda: Chain(make), mean_square, stage=stages, steps=3, plain=BOTH, unit={"classes": ["Does"]})
+
+
+class KeepsAView(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.turned = weight.detach().t()
+        ctx.save_for_backward(x)
+        return x @ ctx.turned
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return grad @ ctx.turned.t(), grad.t() @ ctx.saved_tensors[0]
+
+
+def saves_all(block: nn.Module, x: Tensor) -> Tensor:
+    policy = lambda *_, **__: CheckpointPolicy.MUST_SAVE  # noqa: E731
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+def keeps_a_view(m: Any, x: Tensor) -> Tensor:
+    result: Tensor = KeepsAView.apply(m.before(x), m.inner.weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+@on_ranks(2)
+def test_views_of_weights_that_outlive_them_are_valid_or_refused_by_what_keeps_them() -> None:
+    make = lambda before: Does(keeps_a_view, before=before, inner=linear())  # noqa: E731
+    check(lambda: Chain(lambda: make(nn.Identity())), mean_square, stage=OUTER_STAGES, unit={"classes": ["Does"]})
+    for module, words in (
+        (Chain(lambda: make(nn.LayerNorm(WIDTH))), r"attribute of ctx.*ctx\.save_for_backward"),
+        (Chain(call=saves_all), r"caches views of sharded weights.*aten\.mm"),
+    ):
+        with Sharded(module, unit={"classes": [type(module.blocks[0]).__name__]}) as side:
+            with pytest.raises(RuntimeError, match=words):
+                mean_square(side, 0)
+            side.engine.passes.abort()
 
 
 # -- several backwards, gradients of gradients ------------------------------------------------------------------------

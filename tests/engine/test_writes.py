@@ -20,7 +20,7 @@ from tests.engine.support import IN_STAGES, PRECISIONS, STAGES, assert_same, che
 from tests.engine.test_offload import offload
 from tests.engine.works import autocast, floats, language_work, loss_at, mean_square, scope, tokens, train_both
 from tests.harness import on_ranks
-from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, Model, frozen, write
+from tests.models import VOCABULARY, WIDTH, Block, Clamped, Does, Model, frozen, linear, write
 
 pytestmark = [pytest.mark.sample, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
@@ -207,6 +207,37 @@ def test_no_write_reaches_a_placeholder(change: Callable[[Tensor], Any]) -> None
     refused = pytest.raises(RuntimeError, match="would write to a placeholder of a sharded parameter")
     with Sharded(Model(), stage=3) as side, side.engine.passes.fence.lowered(), torch.no_grad(), refused:
         change(side.module.blocks[0].norm.weight)
+
+
+def codebook(kind: str, how: str) -> nn.Module:
+    """A block that quantises, and moves its codebook in each forward, alike on all ranks."""
+
+    def act(m: Any, x: Tensor) -> Tensor:
+        h = m.inner(x)
+        nearest = torch.cdist(h.detach(), m.codes.detach()).argmin(1)
+        x = x + h + (m.codes[nearest] - h).detach() * h.tanh()
+        with torch.no_grad():
+            moved = m.codes * 0.5 + 0.1
+            (m.codes.data if how == "data" else m.codes).copy_(moved)
+        return x
+
+    codes = torch.randn(5, WIDTH)
+    module = Does(act, inner=linear())
+    if kind == "buffer":
+        module.register_buffer("codes", codes)
+    else:
+        module.codes = nn.Parameter(codes, requires_grad=False)
+    return module
+
+
+@on_ranks(2)
+@IN_STAGES
+@pytest.mark.parametrize("how", ["in place", "data"])
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_a_block_computed_again_starts_from_what_it_wrote_to(stages: tuple[int, ...], kind: str, how: str) -> None:
+    again: dict[str, Any] = {"activation_checkpointing": "blocks", "unit": {"classes": ["Does"]}}
+    build = lambda: nn.Sequential(linear(), codebook(kind, how), codebook(kind, how))  # noqa: E731
+    check(build, kept(mean_square), steps=3, stage=stages, optimizer=sgd, **again)
 
 
 # -- between forward and forward --------------------------------------------------------------------------------------

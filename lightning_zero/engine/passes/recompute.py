@@ -1,8 +1,8 @@
 """Replaces units' forwards: by compiled ones, or by ones inside a checkpoint.
 
 Replaces ``module.forward`` and not the module's call, so that hooks run once. Under activation checkpointing a block
-keeps its inputs only. The backward gathers the block's unit and computes the forward again. The second forward does not
-change the module's buffers, because running statistics would move twice per step.
+keeps its inputs only. The backward gathers the block's unit and computes the forward again. The second forward starts
+from the buffers and frozen parameters that the first started from, and leaves no change of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
@@ -38,6 +38,8 @@ from lightning_zero.engine.passes.containers import (
 )
 from lightning_zero.engine.passes.hooks import Hooks
 from lightning_zero.engine.torch_modes import caller_modes, outside_graphs, under_modes
+from lightning_zero.engine.units.packed import is_packed
+from lightning_zero.engine.units.param import is_absent
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.settings import Compile, ConfigError, Recompute, ZeroConfig
 
@@ -94,42 +96,78 @@ class UnitForward:
             self._hooks.replace_forward(module, outside_graphs(forward))
 
 
-BufferValues = dict[tuple[nn.Module, str], Tensor]
+StateValues = dict[tuple[nn.Module, str], Tensor]
+KEPT = 1 << 20  # bytes of a buffer of which a call always keeps the value of before
 
 
-class BuffersAgain:
-    """Keeps recomputed forwards from changing a module's buffers twice: lets them read and change copies of what the
-    buffers were before the first forward."""
+class StateAgain:
+    """Keeps recomputed forwards from changing a module's buffers and frozen parameters (codebooks, averages) twice:
+    lets them read and change copies of what these were before the first forward.
+
+    A write through ``.data`` raises no version. So values are compared in calls 1, 2, 4, 8, ...; of small buffers each
+    call keeps the value of before."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners = [inner for inner in module.modules() if inner._buffers]
+        self._owners = [inner for inner in module.modules() if inner._buffers or inner._parameters]
+        self._calls = 0
+        self._written: set[tuple[nn.Module, str]] = set()  # what calls have written to
+
+    def _state(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        for owner in self._owners:
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and not buffer.is_inference():
+                    yield owner, name, buffer
+            for name, param in owner._parameters.items():
+                if param is not None and not (param.requires_grad or is_packed(param) or is_absent(param)):
+                    yield owner, name, param
 
     @contextlib.contextmanager
-    def first(self, values: BufferValues) -> Iterator[None]:
-        """Run the body, a first forward. Put into ``values`` what the buffers that it changes were before.
+    def first(self, values: StateValues) -> Iterator[None]:
+        """Run the body, a first forward. Put into ``values`` what the state that it changes was before.
 
-        Those of torch's norm modules in training always count as changed: changes do not increment ``_version``."""
-        all_ = ((owner, name, buffer) for owner in self._owners for name, buffer in owner._buffers.items())
-        buffers = [(owner, name, t) for owner, name, t in all_ if t is not None and not t.is_inference()]
-        before = [(buffer._version, buffer.detach().clone()) for *_, buffer in buffers]  # any forward may change any
+        Buffers of torch's norm modules in training always count as changed: changes do not increment ``_version``."""
+        self._calls += 1
+        compares = not self._calls & (self._calls - 1)
+        before = [
+            # Any forward may change any buffer.
+            (owner, name, t, t._version, t.detach().clone() if compares or name in owner._buffers or known else None)
+            for owner, name, t in self._state()
+            for known in [(owner, name) in self._written]
+        ]
         yield
-        for (owner, name, buffer), (version, value) in zip(buffers, before, strict=True):
-            same = owner._buffers.get(name) is buffer and buffer._version == version
-            if not same or (isinstance(owner, _NormBase) and owner.training):
+        for owner, name, tensor, version, value in before:
+            is_buffer = name in owner._buffers
+            same = getattr(owner, name, None) is tensor and tensor._version == version
+            if value is None:
+                if not same:
+                    raise RuntimeError(
+                        f"{type(owner).__name__}.{name}: a frozen parameter of a block that is computed again in "
+                        "backward (zero.activation_checkpointing) was written to in a forward, but not in the first "
+                        "ones. Make it a buffer, write to it outside of the block, or set "
+                        "zero.activation_checkpointing=none."
+                    )
+                continue
+            if not same or (compares and not torch.equal(tensor, value)):
+                self._written.add((owner, name))
+            always = is_buffer and (value.nbytes <= KEPT or (isinstance(owner, _NormBase) and owner.training))
+            if always or (owner, name) in self._written:
                 values[owner, name] = value
 
     @contextlib.contextmanager
-    def again(self, values: BufferValues) -> Iterator[None]:
-        """Run the body, a recomputation, on copies of ``values``. Then put the buffers back. The recomputed graph can
+    def again(self, values: StateValues) -> Iterator[None]:
+        """Run the body, a recomputation, on copies of ``values``. Then put the state back. The recomputed graph can
         read the changed copies later."""
-        now = {(owner, name): owner._buffers[name] for owner, name in values}
+        now = []
         for (owner, name), value in values.items():
-            owner._buffers[name] = value.clone()
+            table: dict[str, Any] = owner._buffers if name in owner._buffers else owner._parameters
+            now.append((table, name, table[name]))
+            copied = value.clone()
+            table[name] = copied if table is owner._buffers else nn.Parameter(copied, requires_grad=False)
         try:
             yield
         finally:
-            for (owner, name), buffer in now.items():
-                owner._buffers[name] = buffer
+            for table, name, tensor in now:
+                table[name] = tensor
 
 
 def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
@@ -153,7 +191,7 @@ class Recomputation:
     """Runs a unit's forward under activation checkpointing. Saves the unit's inputs in the context ``keeping()``."""
 
     def __init__(self, module: nn.Module, passes: Passes, keeping: Context) -> None:
-        self._passes, self._buffers, self._kind = ref(passes), BuffersAgain(module), type(module)
+        self._passes, self._state, self._kind = ref(passes), StateAgain(module), type(module)
         self._keeping = keeping
 
     def __call__(self, forward: UnitForward, args: Args, kwargs: Kwargs) -> object:
@@ -162,7 +200,7 @@ class Recomputation:
             return forward.inner(*args, **kwargs)
         args, kwargs = without_empty_caches(self._kind, args, kwargs)
         form, tensors = take_tensors((args, kwargs))
-        call = _Call(forward, passes, self._buffers, (args, kwargs), copy_containers(form), tensors)
+        call = _Call(forward, passes, self._state, (args, kwargs), copy_containers(form), tensors)
         with self._keeping():
             return checkpoint(call, *tensors, use_reentrant=False)
 
@@ -292,14 +330,14 @@ class _Call:
         self,
         forward: UnitForward,
         passes: Passes,
-        buffers: BuffersAgain,
+        state: StateAgain,
         given: tuple[Args, Kwargs],
         form: object,
         tensors: Sequence[Tensor],
     ) -> None:
         self._unit, self._inner = forward.unit, forward.inner
-        self._passes, self._buffers = ref(passes), buffers
-        self._values: BufferValues = {}
+        self._passes, self._state = ref(passes), state
+        self._values: StateValues = {}
         self._given: tuple[Args, Kwargs] | None = given  # None after the first forward
         self._form = form
         # Weakly: the checkpoint decides which inputs stay alive; offloaded ones die on the device.
@@ -326,7 +364,7 @@ class _Call:
                 around.callback(np.random.set_state, np.random.get_state(legacy=False))
                 random.setstate(self._random[0])
                 np.random.set_state(self._random[1])
-            around.enter_context((self._buffers.again if again else self._buffers.first)(self._values))
+            around.enter_context((self._state.again if again else self._state.first)(self._values))
             result = self._inner(*args, **kwargs)
         if not again:
             self._check_inputs("are changed in place by it")

@@ -21,7 +21,8 @@ from lightning_zero.engine.units.unit import Unit
 
 # Inside torch.func's transforms torch allows no hooks.
 hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-_DROPPED = "for storage of size 0"  # torch's message about a saved view without memory
+_DROPPED = ("for storage of size 0", "its data is not allocated yet")  # torch's words of a saved view without memory
+_CACHED = "cached during selective activation checkpoint has been mutated"
 _CHANGED = "modified by an inplace operation"
 _READ_OUTSIDE = (
     "If nothing was changed in place: a sharded weight was read outside of its module's call, and an earlier backward "
@@ -147,12 +148,19 @@ def explain_weights(error: BaseException, units: Sequence[Unit], assigned: Mappi
     code), add a note if they were changed otherwise."""
     if not isinstance(error, RuntimeError):
         return
-    if _DROPPED in str(error):
+    if _CACHED in str(error) and any(unit.reshards for unit in units):
+        raise RuntimeError(
+            "selective activation checkpointing caches views of sharded weights (aten.t, aten.view), whose memory is "
+            "freed between forward and backward. Let the policy save results of matrix products (aten.mm, aten.addmm) "
+            "in the place of every operation."
+        ) from error
+    if any(words in str(error) for words in _DROPPED):
         waiting = [unit.title for unit in units if unit.reshards and unit.expected > unit.arrived]
         raise RuntimeError(
             f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left "
-            "the unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return "
-            "the tensor from the unit's forward, or choose other units with zero.unit.classes."
+            "the unit by another way than its outputs, the graph was walked a second time (retain_graph), or a view of "
+            "a weight was kept in an attribute of ctx or by hooks of saved tensors. Return the tensor from the unit's "
+            "forward; save the weight itself by ctx.save_for_backward; or choose other units with zero.unit.classes."
         ) from error
     if _CHANGED in str(error) and assigned:
         names = ", ".join(f"{name}.data = ... ({line})" for name, line in assigned.items())

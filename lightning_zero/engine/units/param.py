@@ -173,6 +173,10 @@ class _Absent:
         return repr(self)
 
 
+def is_absent(param: Tensor) -> bool:
+    return isinstance(param, _Absent)
+
+
 def _without_values(param: nn.Parameter) -> Tensor:
     owner = find_owner(param)
     strides = param.data.stride() if owner is None else owner.strides(param)
