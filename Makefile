@@ -33,7 +33,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 DOCS_STAMP := $(VENV)/.installed-docs-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train smoke test test-full test-extras test-cuda test-slurm docs mutants fuzz bench bench-offload bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
+.PHONY: help install train smoke test test-full test-extras test-cuda test-field test-slurm docs mutants fuzz bench bench-offload bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -92,6 +92,12 @@ test-cuda: $(STAMP) ## the engine and the Trainer on emulated GPUs
 	LIGHTNING_ZERO_TEST_DEVICE=cuda LATE_CUDA_HOME=local LATE_CUDA_LOG=$(abspath $(CUDA_VENV))/said \
 	$(CUDA_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal --tier=all -m 'not full and not gpu and not slurm' $(if $(ARGS),$(ARGS),$(CUDA_TESTS)); \
 	else echo "SKIPPED: no test ran on emulated GPUs: torch's CUDA build, or a compiler, is not here (above)."; fi
+
+# Into an environment of its own, with torch's CPU build: 1.9 GB of disk. Its runner needs nothing but Python.
+FIELD_VENV ?= .venv-field
+
+test-field: ## published packages that are built on Lightning, trained beside DDP, in ten minutes
+	$(PYTHON) -m tests.field --venv $(FIELD_VENV) $(ARGS)
 
 docs: $(DOCS_STAMP) ## the documentation as a site, in outputs/site
 	$(PY) docs/made.py
@@ -160,5 +166,5 @@ format: $(DEV_STAMP) ## let ruff mend what it can
 	$(PY) -m ruff format .
 
 clean: ## remove the virtual environment and all outputs
-	rm -rf $(VENV) $(CUDA_VENV) build dist outputs multirun *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUDA_VENV) $(FIELD_VENV) build dist outputs multirun *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

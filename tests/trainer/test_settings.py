@@ -26,7 +26,7 @@ from lightning_zero.settings import ConfigError, ZeroConfig, make_config
 from tests.harness import on_ranks
 from tests.models import Does
 from tests.trainer import toys
-from tests.trainer.toys import Run, assert_same, fit, odd, seeded
+from tests.trainer.toys import Lit, Run, assert_same, fit, odd, seeded
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")]
 
