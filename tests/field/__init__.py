@@ -7,5 +7,6 @@
   ``.venv-field/bin/python -m tests.field.gluonts FOLDER zero3``.
 
 A new package gets a program, and a line in ``PACKAGES``. Choose a kind of training that is not there yet, and what
-downloads nothing as it runs. pytest collects nothing here.
+downloads nothing as it runs. One that needs torchvision needs a build of it for
+CPUs: beside torch for CPUs, the CUDA build breaks the import of other programs too. pytest collects nothing here.
 """

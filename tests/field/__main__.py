@@ -70,13 +70,16 @@ def try_package(python: Path, name: str, folder: Path) -> tuple[list[str], bool]
     return [title, of_ddp, *(cell for cell, _ in outcomes)], all(good for _, good in outcomes)
 
 
+TORCH = "torch==2.13.0"  # an exact version, for which a CPU build is found where a range would find the CUDA build
+
+
 def install(python: Path, package: str) -> str | None:
     """The version of ``package``, which is installed if it is missing; None if it cannot be."""
     ask = [python, "-c", f"from importlib.metadata import version; print(version({package.partition('[')[0]!r}))"]
     if subprocess.run(ask, capture_output=True).returncode:
         # With torch and this package each time, so that no package brings another build or version of theirs.
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints-cpu.txt"]
-        if subprocess.run([*pip, "torch", "-e", ".", package], cwd=ROOT, stdout=sys.stderr).returncode:
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        if subprocess.run([*pip, TORCH, "-e", ".", package], cwd=ROOT, stdout=sys.stderr).returncode:
             return None
     return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
 
