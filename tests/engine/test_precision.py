@@ -194,7 +194,7 @@ def test_a_module_that_needs_fp32_has_it_by_the_setting(stage: int) -> None:
         precision = {"name": "bf16", "fp32_modules": [pattern]}
         with Sharded(build(), stage=stage, precision=precision) as side, autocast("bf16"):
             side.backward(side.module(x).square().mean())
-    with pytest.raises(ConfigError, match=r"fp32_modules: expected .*, got '2\.\*'"):
+    with pytest.raises(ConfigError, match=r"fp32_modules'\]: expected .*, got '2\.\*'"):
         Sharded(build(), stage=stage, precision={"name": "bf16", "fp32_modules": ["2.*"]})
 
 

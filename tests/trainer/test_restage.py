@@ -187,7 +187,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no such row": ({"offload": "gpu"}, "^offload: expected one of none"),
     "rows that do not go together": ({"stage": 2, "offload": "cpu"}, "parameters can be offloaded at stage 3 only"),
     "neither": ({}, "expected another stage, another offload"),
-    "no folder": ({"offload": "nvme"}, "nvme_path: expected a folder"),
+    "no folder": ({"offload": "nvme"}, r"^offload\['nvme_path'\]: expected a folder"),
     "a folder that is not there": ({"offload": {"name": "nvme", "nvme_path": "/nowhere"}}, "/nowhere"),
     "no such setting": ({"offload": {"name": "cpu", "disk": 3}}, r"^offload\['disk'\]: no such setting"),
     "no room": ({"offload": {"name": "cpu", "host_budget": 100}}, r"^offload\['host_budget'\]: rank 0 needs"),
