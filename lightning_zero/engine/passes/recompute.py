@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import numpy as np
@@ -129,7 +129,7 @@ class StateAgain:
         self._calls += 1
         compares = not self._calls & (self._calls - 1)
         before = [
-            # Any forward may change any buffer.
+            # Every forward may change every buffer.
             (owner, name, t, t._version, t.detach().clone() if compares or name in owner._buffers or known else None)
             for owner, name, t in self._state()
             for known in [(owner, name) in self._written]
@@ -159,10 +159,10 @@ class StateAgain:
         read the changed copies later."""
         now = []
         for (owner, name), value in values.items():
-            table: dict[str, Any] = owner._buffers if name in owner._buffers else owner._parameters
+            is_buffer = name in owner._buffers
+            table = vars(owner)["_buffers" if is_buffer else "_parameters"]
             now.append((table, name, table[name]))
-            copied = value.clone()
-            table[name] = copied if table is owner._buffers else nn.Parameter(copied, requires_grad=False)
+            table[name] = value.clone() if is_buffer else nn.Parameter(value.clone(), requires_grad=False)
         try:
             yield
         finally:

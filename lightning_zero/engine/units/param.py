@@ -238,7 +238,9 @@ def _name_of(func: Any) -> str:
     return str(func.__self__.__name__) if name == "__get__" else name
 
 
-def _targets(func: Any, args: Sequence[object], kwargs: Mapping[str, object] | None) -> Sequence[object]:
+def _targets(
+    func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object] | None
+) -> Sequence[object]:
     """Return the arguments that ``func``, which needs values, writes to in place."""
     name = _name_of(func)
     operator = name == "__setitem__" or (name.startswith("__i") and len(args) > 1)  # x[0] = 1, x += 1
