@@ -244,6 +244,7 @@ def measure(case: Case, rounds: int) -> Result:
             result.calls = calls - _calls(bare, bare_optimizer)[0]
             if rounds:
                 _time(result, (bare, bare_optimizer), (model, optimizer), rounds)
+        del optimizer  # a held optimizer gets its state back, and there is none on the meta device
         engine.release()
     return result
 

@@ -35,19 +35,19 @@ LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
     "lines of the package": 40_900,
-    "lines of the engine": 11_700,
+    "lines of the engine": 11_400,
     "files of the engine": 44,
-    "lines of the longest file": 600,
-    "lines of tests": 41_600,
+    "lines of the longest file": 630,
+    "lines of tests": 41_800,
     "pairs of folders of the engine that import each other": 0,
-    "Any in the engine": 42,
+    "Any in the engine": 56,
     "private names of Lightning": 10,
     "keys of zero": 42,
     "public members of the strategy": 12,
-    "public members of Engine": 16,
+    "public members of Engine": 17,
     "words of README and docs": 27_500,
-    "calls of a step": 1_530,
-    "files of a step": 29,
+    "calls of a step": 1_590,
+    "files of a step": 30,
     "changes of file in a step": 840,
 }
 

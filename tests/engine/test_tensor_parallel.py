@@ -291,7 +291,11 @@ def test_meshes_that_are_not_the_runs_are_refused() -> None:
     for module, settings, words in (
         (split(Scaled(), "data_parallel"), {}, r"up.weight is a DTensor over ranks \[[01], [23]\] .*self.device_mesh"),
         (split(Scaled()), {"tensor_plan": STYLES}, "^tensor_plan: expected none for a module that configure_model"),
-        (split(Scaled()), {"expert_parallel": 4}, "^expert_parallel=4: expected one of the two with DTensors"),
+        (
+            split(Scaled()),
+            {"expert_parallel": 4},
+            "^tensor_parallel=2, expert_parallel=4: expected one of the two with DTensors",
+        ),
         (of_run, {"tensor_parallel": 1}, r"an earlier run has split the module by .*tensor_parallel.: 2"),
         (of_run, {"tensor_parallel": 1, "expert_parallel": 2}, "an earlier run has split the module"),
         (of_run, {"tensor_parallel": 4, "tensor_plan": STYLES}, "an earlier run has split the module"),

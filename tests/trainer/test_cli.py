@@ -80,8 +80,7 @@ def test_settings_come_from_the_command_line_and_from_yaml(settings: dict[str, A
 
 @pytest.mark.parametrize(("argument", "words"), [
     ("prefetch_bytes=-1", "prefetch_bytes: expected a number >= 0, got -1. Change prefetch_bytes."),
-    ("vertical_chunks=2", "Set activation_checkpointing='blocks', or 'offload', or drop vertical_chunks."),
-    ("vertical_chunks=two", "Expected a <class 'int'>"),
+    ("fingerprint=two", "Expected a <class 'int'>"),
     ("stage=zero4", "'zero0', 'zero1', 'zero2', 'zero3', 'auto'"),
     ("unit.clases=[Block]", "Unexpected keys: {'clases'}"),
     ("prefetch=1", "Option 'prefetch' is not accepted"),
