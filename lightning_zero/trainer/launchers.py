@@ -150,6 +150,10 @@ def _names_as_given(trainer: pl.Trainer | None) -> contextlib.AbstractContextMan
     return names_arguments(getattr(strategy, "_given_config", None))
 
 
+class NoCheckpointError(ConfigError, FileNotFoundError):
+    """Raised if there is no file to load. It is a FileNotFoundError too, as Lightning raises."""
+
+
 def _check_folders(trainer: pl.Trainer) -> None:
     """Raise ConfigError if a fit would save folders to a place that is not on a file system of this machine."""
     strategy: Any = trainer.strategy
@@ -170,7 +174,7 @@ def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: A
     if path is None or not is_local(path) or not writes_files(trainer.strategy.checkpoint_io):
         return
     if str(path) not in ("best", "last", "hpc") and "registry" not in str(path).lower() and not os.path.exists(path):
-        raise ConfigError(
+        raise NoCheckpointError(
             f"ckpt_path: expected a checkpoint, got {str(path)!r}: there is nothing. Give another path, or make the "
             "file before the call, not in prepare_data or setup."
         )

@@ -130,6 +130,18 @@ def test_hooks_read_and_replace_values_of_the_file(who: str, tmp_path: Path) -> 
     assert files(tmp_path) == ["edited.ckpt", "whole.ckpt"]
 
 
+@pytest.mark.sample
+@on_ranks(1)
+@pytest.mark.parametrize("row", ["ddp", "zero3"])
+def test_hooks_keep_the_checkpoint_that_they_were_given(row: str, tmp_path: Path) -> None:
+    given: list[tuple[dict[str, Any], set[str]]] = []
+    callback = Callback()
+    callback.on_save_checkpoint = lambda of, module, checkpoint: given.append((checkpoint, set(checkpoint)))
+    fit(row, tmp_path, max_epochs=1, callbacks=[callback, toys.saves_at(tmp_path / "a.ckpt")])
+    ((kept, keys),) = given
+    assert set(kept) == keys <= set(torch.load(tmp_path / "a.ckpt"))
+
+
 class LeavesOut(toys.Frozen):
     """Does on all ranks what people do."""
 

@@ -122,6 +122,7 @@ class Checkpoints:
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint``, random number states and the model's Hugging Face record. All ranks raise if this
         fails. Collective."""
+        checkpoint = dict(checkpoint)  # users' hooks may have kept the one that they were given
         if "optimizer_states" in checkpoint and self._strategy._random_numbers is not None:
             row, waits = self._strategy._random_numbers.row(), self._strategy._waits
             what = "states of random numbers"
