@@ -34,7 +34,7 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 40_900,
+    "lines of the package": 40_920,
     "lines of the engine": 11_400,
     "files of the engine": 44,
     "lines of the longest file": 630,

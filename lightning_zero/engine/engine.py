@@ -66,6 +66,7 @@ from lightning_zero.settings import ConfigError, Offload, Precision, ZeroConfig,
 # Weak references: the module owns its engine, and an engine may lead to its module (through a hook of an optimizer,
 # say). Strong ones would keep such modules alive.
 LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
+LARGE_NUMEL = 1 << 24  # of parameters whose optimizer state takes more time than a garbage collection
 
 
 def _instances() -> set[int]:
@@ -368,7 +369,8 @@ class Engine:
         holds the optimizer any more. Collective."""
         if not paused:
             return
-        gc.collect()  # optimizers lie in cycles
+        if sum(info.numel for bucket in self.buckets for info in bucket.params) > LARGE_NUMEL:
+            gc.collect()  # optimizers lie in cycles, and large states are not to be gathered for nobody
         held = [user() is not None for _, user in paused]
         is_held = [any(row) for row in zip(*self.comm.meet(held, "which optimizers are left"), strict=True)]
         for (stepper, user), gives in zip(paused, is_held, strict=True):

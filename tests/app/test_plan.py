@@ -377,7 +377,9 @@ def test_a_module_of_ones_own_is_planned_as_a_class_as_a_function_and_as_it_is()
     plan = plan_memory(Own, BATCH, ON, precision="bf16-mixed", stage=2, offload="optimizer_cpu")
     assert [(row.stage, row.offload) for row in plan.rows] == [(s.value, o.value) for s, o in allowed_rows()]
     parameters = 100 * 64 + 4 * (64 * 64 + 64)
-    assert f"{parameters:,} parameters, bf16; 2 hosts, each with 8 GPU(s) of 79.0G each, 931.3G of host" in str(plan)
+    assert f"{parameters:,} parameters, bf16; 2 hosts, each with 8 GPU(s) of 79.0G each, 931.3G of host" in " ".join(
+        str(plan).split()
+    )
     assert plan.described.model.states == 2 and "of activations of 2 sample(s)" in " ".join(str(plan).split())
     (chosen,) = (line for line in str(plan).splitlines() if ">" in line and "peak" not in line and "yes" in line)
     assert re.search(r"zero2\W+optimizer_cpu", chosen)
@@ -422,7 +424,7 @@ def test_a_plain_convolutional_network_is_planned_with_a_function_that_trains_it
     assert "2 tensors of optimizer state for each parameter are assumed: the module has no configure_optimizers" in text
     assert "assumed: the module" not in str(plan_memory(ConvNet, optimizer_states=0, training_step=step))
     without = plan_memory(ConvNet, next(iter(DataLoader(images, 8))), "a100_40gb")
-    assert "Activations are not counted: a ConvNet has no training_step" in str(without)
+    assert "Activations are not counted: a ConvNet has no training_step" in " ".join(str(without).split())
     if importlib.util.find_spec("matplotlib"):
         assert plan.picture(tmp_path / "plan.svg") == [str(tmp_path / "plan.svg")]
 

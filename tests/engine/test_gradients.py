@@ -306,7 +306,7 @@ def test_torch_s_clipping_is_our_own_to_the_bit(
         torch.manual_seed(3)
         with exchanges() as met, Sharded(Model(), stage=stage, **offload(row, tmp_path)) as side:
             found = history(side, lambda side, step: (language_work(side, step).detach(), clip(side)))
-        assert not met, "a message that is not needed"
+            assert not met, "a message that is not needed"
         return found
 
     expected = trained_with(lambda side: side.clip(0.1, norm_type))
