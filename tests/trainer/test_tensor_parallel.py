@@ -100,7 +100,7 @@ def test_fits_equal_ddp(tmp_path: Path) -> None:
         assert split_of(module.net.head.weight) is not None
 
 
-@on_ranks(4)
+@on_ranks(4, timeout=180)  # 17 fits
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "sharded"])
 def test_checkpoints_of_every_mesh_load_in_every_other(kind: str, tmp_path: Path) -> None:
     """DDP's file among them, with averages. All are saved after the first of two epochs."""
