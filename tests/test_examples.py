@@ -31,8 +31,8 @@ def value(done: subprocess.CompletedProcess[str], name: str) -> float:
     found = re.findall(rf"^{name}: (\S+)$", done.stdout, re.MULTILINE)
     assert len(found) == 1, done.stdout
     said = [line for line in done.stderr.splitlines() if re.search("warn|deprecat|recommend|does not have", line, re.I)]
-    # Of a machine with SLURM, of what peft asks of transformers, and torchao of torch.
-    known = r"srun|is_gradient_checkpointing|warn\($|_pytree"
+    # Of a machine with SLURM, of what peft asks of transformers, torchao of torch, and peft of adapters of `lm_head`.
+    known = r"srun|is_gradient_checkpointing|warn\(|_pytree|save_embedding_layers"
     assert not [line for line in said if not re.search(known, line)], done.stderr
     return float(found[0])
 
