@@ -11,6 +11,7 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,6 +25,10 @@ def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
         # torch.func transforms (grad, vmap) refuse in-place writes to tensors from outside, such as the gather buffers.
         if peek_interpreter_stack() is not None:
             with temporarily_clear_interpreter_stack():
+                return wrapped(*args, **kwargs)
+        # Dispatch modes (selective checkpointing, counters of FLOPs) concern the operations of the model alone.
+        if torch._C._len_torch_dispatch_stack() > 0:
+            with _disable_current_modes():
                 return wrapped(*args, **kwargs)
         # Tensors made in inference mode could not be trained. The second switch stops absent parameters from calling
         # the engine. These C++ guards take a tenth of the time of ``inference_mode`` and ``no_grad``, and this runs

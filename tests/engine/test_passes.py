@@ -138,14 +138,18 @@ def packs(kind: str) -> contextlib.AbstractContextManager[Any]:
 @IN_STAGES
 @pytest.mark.parametrize("kind", ["parameters", "as they are", "on the host"])
 def test_hooks_of_saved_tensors_inside_of_a_block_may_keep_its_weights(stages: tuple[int, ...], kind: str) -> None:
-    def act(m: Any, x: Tensor) -> Tensor:
+    def act(m: Any, x: Tensor, around: str) -> Tensor:
+        with packs(kind) if around == "all" else contextlib.nullcontext():
+            y = torch.tanh(m.up(m.norm(x)))
         with packs(kind):
-            return x + torch.tanh(m.up(m.norm(x))) @ m.weight
+            return x + y @ m.weight
 
     def make() -> nn.Module:
         return Does(act, norm=nn.LayerNorm(WIDTH), up=linear(), weight=nn.Parameter(torch.randn(WIDTH, WIDTH) / 9))
 
-    check(lambda: Chain(make), mean_square, stage=stages, steps=3, plain=BOTH, unit={"classes": ["Does"]})
+    for around in ("all", "a part"):
+        build = functools.partial(Chain, make, call=lambda block, x, around=around: block(x, around))
+        check(build, mean_square, stage=stages, plain=BOTH, unit={"classes": ["Does"]})
 
 
 class KeepsAView(torch.autograd.Function):
@@ -172,17 +176,16 @@ def keeps_a_view(m: Any, x: Tensor) -> Tensor:
 
 
 @on_ranks(2)
-def test_views_of_weights_that_outlive_them_are_valid_or_refused_by_what_keeps_them() -> None:
-    make = lambda before: Does(keeps_a_view, before=before, inner=linear())  # noqa: E731
-    check(lambda: Chain(lambda: make(nn.Identity())), mean_square, stage=OUTER_STAGES, unit={"classes": ["Does"]})
-    for module, words in (
-        (Chain(lambda: make(nn.LayerNorm(WIDTH))), r"attribute of ctx.*ctx\.save_for_backward"),
-        (Chain(call=saves_all), r"caches views of sharded weights.*aten\.mm"),
-    ):
-        with Sharded(module, unit={"classes": [type(module.blocks[0]).__name__]}) as side:
-            with pytest.raises(RuntimeError, match=words):
-                mean_square(side, 0)
-            side.engine.passes.abort()
+def test_views_of_weights_in_ctx_are_valid_in_the_backward() -> None:
+    for before in (nn.Identity, functools.partial(nn.LayerNorm, WIDTH)):
+        make = lambda before=before: Does(keeps_a_view, before=before(), inner=linear())  # noqa: E731
+        check(functools.partial(Chain, make), mean_square, stage=OUTER_STAGES, unit={"classes": ["Does"]})
+
+
+@on_ranks(2)
+@IN_STAGES
+def test_selective_checkpoints_may_save_every_result_and_views_of_weights(stages: tuple[int, ...]) -> None:
+    check(functools.partial(Chain, call=saves_all), mean_square, stage=stages, unit={"classes": ["Block"]})
 
 
 # -- several backwards, gradients of gradients ------------------------------------------------------------------------

@@ -77,7 +77,8 @@ class GatherOrder:
             unit.unshard_wait()
             return
         self._demand(unit)
-        self._free_leaving()
+        if self._leaving is not None:
+            self._free_leaving()
 
     @outside_autograd
     def release(self, unit: Unit) -> None:
@@ -85,7 +86,8 @@ class GatherOrder:
         if not unit.reshards or unit.state is not State.GATHERED:
             return
         if (self._cursor is None or self._agreeing or self._cursor.used(unit.index)) and not unit.is_held:
-            self._free_leaving()
+            if self._leaving is not None:
+                self._free_leaving()
             # A gather waits for all uses of memory freed before the gather was issued. So free this unit's later. Its
             # parameters show placeholders already: every further use must come to the engine.
             unit.reshard(free=not self.holds_next)

@@ -313,17 +313,18 @@ class Hooks:
             passes_ref = self._passes
             for tensor in outputs:
                 tensor.register_hook(lambda _: _backward_begins(passes_ref))
-        elif unit.reshards and (
-            # bitsandbytes keeps bare views of the buffer for its backward, which no hooks of saved tensors pack.
-            unit.has_packed
-            # The user's own hooks, inside of the forward, may have kept weights. A backward that needs none, as that of
-            # an Embedding, has packed other tensors.
-            or (packing is not None and unit.saved == saved and not (unit.is_leaf and passes.saved.count > count))
-        ):
-            unit.is_held |= not outputs and self._hides_outputs(unit, args, kwargs)
-            needed = partial(_weights_needed, self._passes, unit.index)
-            for tensor in outputs:
-                tensor.register_hook(needed)
+        elif unit.reshards and (unit.has_packed or packing is not None):
+            # bitsandbytes keeps bare views of the buffer for its backward, which no hooks of saved tensors pack. Hooks
+            # of the user's own and attributes of ctx may keep weights, too, inside of the forward.
+            if unit.has_packed or unit.saved == saved:
+                unit.is_held |= not outputs and self._hides_outputs(unit, args, kwargs)
+            # Of a single layer only hooks around all of it. Else it needs none: an Embedding packs its indices alone.
+            if not unit.is_leaf or unit.has_packed or unit.saved > saved or passes.saved.count == count:
+                given = {*map(id, args), *map(id, kwargs.values())}  # which it may pass on
+                needed = partial(_weights_needed, self._passes, unit.index)
+                for tensor in outputs:
+                    if id(tensor) not in given:
+                        tensor.register_hook(needed)
         passes.post_forward(
             unit, outermost=outermost, awaits_backward=lambda: bool(outputs) or self._hides_outputs(unit, args, kwargs)
         )

@@ -22,7 +22,6 @@ from lightning_zero.engine.units.unit import Unit
 # Inside torch.func's transforms torch allows no hooks.
 hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _DROPPED = ("for storage of size 0", "its data is not allocated yet")  # torch's words of a saved view without memory
-_CACHED = "cached during selective activation checkpoint has been mutated"
 _CHANGED = "modified by an inplace operation"
 _READ_OUTSIDE = (
     "If nothing was changed in place: a sharded weight was read outside of its module's call, and an earlier backward "
@@ -148,12 +147,6 @@ def explain_weights(error: BaseException, units: Sequence[Unit], assigned: Mappi
     code), add a note if they were changed otherwise."""
     if not isinstance(error, RuntimeError):
         return
-    if _CACHED in str(error) and any(unit.reshards for unit in units):
-        raise RuntimeError(
-            "selective activation checkpointing caches views of sharded weights (aten.t, aten.view), whose memory is "
-            "freed between forward and backward. Let the policy save results of matrix products (aten.mm, aten.addmm) "
-            "in the place of every operation."
-        ) from error
     if any(words in str(error) for words in _DROPPED):
         waiting = [unit.title for unit in units if unit.reshards and unit.expected > unit.arrived]
         raise RuntimeError(
