@@ -230,7 +230,8 @@ class Engine:
         passes = self.passes
         passes.timeline.close()
         # After an exception the users' writes may differ between ranks, so they are not compared.
-        confirms = not passes.aborted
+        if confirms := not passes.aborted:
+            passes.between.close()
         passes.abort()
         passes.recover("engine.release(), which all ranks must call")
         passes.wait_for_all()

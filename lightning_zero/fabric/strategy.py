@@ -136,6 +136,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         with names_arguments(self._given_config):
             engine = shard(module, config=config, device=self.root_device, node=self._node)
         self._set_up.append(weakref.ref(engine))
+        engine.passes.between.in_run = True
         with engine.passes.fence.lowered():
             module.to(self.root_device)  # moves the rest: states of metrics
         if self.is_global_zero and logging.getLogger("lightning.fabric").isEnabledFor(logging.INFO):
@@ -218,6 +219,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         """End the run. Modules stay sharded."""
         for engine in self._engines:
             engine.passes.rest()
+            engine.passes.between.end_run()
         super().teardown()
 
 

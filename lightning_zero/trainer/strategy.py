@@ -407,7 +407,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         else:
             engine.comm.waits.forget_failures()
             engine.comm.long_work = self._long_work
-        engine.passes.calls_meet = True
+        engine.passes.calls_meet = engine.passes.between.in_run = True
         with engine.passes.fence.lowered():
             model.to(self.root_device)  # sets module.device, and moves states of metrics
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
@@ -571,6 +571,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         module, engine = self.lightning_module, self._engine_that_waits
         if module is not None and engine is not None:
             engine.passes.rest()
+            engine.passes.between.end_run()
             self._show_held(engine, module)
             self._show_whole(engine)
         self._interruptions = None

@@ -3,8 +3,8 @@
 ::
 
                           inside a pass                        between passes
-    w.square(), w.clamp_  gathers the unit                     raises; the error names gather()
-    w.data                gathers the unit until the pass ends raises; the error names gather()
+    w.square(), w.clamp_  gathers the unit                     shows masters: between.py
+    w.data                gathers the unit until the pass ends the same
     w.data = value        writes to the masters                writes to the masters
 
 Reads at stages 1 and 2 never raise; they wait for the param sync after a step.
@@ -355,16 +355,21 @@ def _checksums(buffers: Sequence[tuple[Tensor, int]]) -> list[int]:
 
 
 class Fence:
-    """Refuses uses of a module that would see placeholders for parameters. ``in_pass()``: whether a pass is open."""
+    """Refuses uses of a module that would see placeholders for parameters. ``in_pass()``: whether a pass is open;
+    ``in_run()``: whether parameters can be used between passes."""
 
-    def __init__(self, buckets: Sequence[Bucket], in_pass: Callable[[], bool]) -> None:
-        self._buckets, self._in_pass = buckets, in_pass
+    def __init__(self, buckets: Sequence[Bucket], in_pass: Callable[[], bool], in_run: Callable[[], bool]) -> None:
+        self._buckets, self._in_pass, self._in_run = buckets, in_pass, in_run
         self._lowered = False
         self.passing_on = ""  # the call whose code may pass parameters on, but not use their values; empty: none
 
     @property
     def is_lowered(self) -> bool:
         return self._lowered
+
+    @property
+    def is_plain(self) -> bool:
+        return all(bucket.is_plain for bucket in self._buckets)
 
     @contextlib.contextmanager
     def lowered(self, passing_on: str = "") -> Iterator[None]:
@@ -392,16 +397,16 @@ class Fence:
                 "lightning_zero.gather(module):`, on all ranks, where parameters have their values."
             )
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str, *, converts: bool = False) -> None:
         """Raise a RuntimeError if ``what``, a use of the module (``state_dict()``, say), would see placeholders."""
-        if self._lowered:
+        if self._lowered or (not converts and self._in_run() and not self._in_pass()):
             return
         plain = (
             what == "state_dict()"
             and not self._in_pass()
             and all(bucket.plan.params_are_masters for bucket in self._buckets)
         )
-        if plain or all(bucket.is_plain for bucket in self._buckets):
+        if plain or self.is_plain:
             return
         raise RuntimeError(
             f"{what} of a sharded module would read or write placeholders instead of parameters. Use "
@@ -419,6 +424,7 @@ class Access:
         self._passes = passes
         self._after_step = passes.after_step
         self._writes = passes.writes
+        self._between = passes.between
         self._fence = passes.fence
         self._unit_of: dict[Bucket, Unit] = {bucket: unit for unit in units for bucket in unit.buckets}
         own((info.param for unit in units for info in unit.infos), self)
@@ -453,7 +459,7 @@ class Access:
             for unit in self._bring([param], "data"):
                 self._passes.borrowed(unit, keep=True)
         values = read()
-        self._writes.hand_out(place, values)
+        (self._between if place.bucket.shows_masters else self._writes).hand_out(place, values)
         return values
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
@@ -468,6 +474,9 @@ class Access:
 
     @outside_autograd
     def _replace(self, place: Place, value: Tensor) -> None:
+        if place.bucket.shows_masters:
+            self._between.replace(place, value)
+            return
         unit = self._unit_of[place.bucket]
         place.bucket.awaited_step.wait()
         # Another rank may wait for this unit's param sync. And a gather under way would overwrite the new values.
@@ -478,7 +487,9 @@ class Access:
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str) -> list[Unit]:
         """Gather the units of ``params`` for the user's ``operation``. Return the units that were gathered for this,
-        which the caller must reshard after the operation. Raises RuntimeError between passes if a unit reshards."""
+        which the caller must reshard after the operation. Between passes of a run show their masters instead.
+
+        Raises RuntimeError outside of a run if a unit reshards."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         for param in params:
@@ -491,11 +502,14 @@ class Access:
                     self._after_step.sync_params(unit)
                     unit.unshard_wait()
             elif self._passes.key is None and not self._passes.begin_again():
-                raise RuntimeError(
-                    f"{place.info.fqn} is sharded, and between steps its values are on no rank, so {operation!r} would "
-                    "read or write a placeholder. Do this inside `with lightning_zero.gather(model):`, on all ranks, "
-                    "or inside a step (training_step, or trainer.strategy.step_scope())."
-                )
+                if not self._between.in_run:
+                    raise RuntimeError(
+                        f"{place.info.fqn} is sharded, and its values are on no rank now, so {operation!r} would read "
+                        "or write a placeholder. Do this inside `with lightning_zero.gather(model):`, on all ranks."
+                    )
+                if not place.bucket.shows_masters:
+                    self._between.use(unit, f"{operation!r} of {place.info.fqn}")
+                continue
             if place.bucket.reshards and not place.bucket.shows_values:
                 self._passes.demand(unit, "a read of parameters")
                 brought.append(unit)

@@ -161,17 +161,23 @@ class Hooks:
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
         self._touched.add(module)
 
-    def guard_module(self, module: nn.Module, refuse: Callable[[str], None]) -> None:
+    def guard_module(self, module: nn.Module, refuse: Callable[..., None]) -> None:
         """Make ``module`` call ``refuse`` before a state dict, conversion, copy or pickle would see placeholders."""
+
+        def before_load(_: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *__: object) -> None:
+            if metadata.get("assign_to_params_buffers"):
+                refuse("load_state_dict(assign=True)", converts=True)
+            refuse("load_state_dict()")
+
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
-        self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")))
+        self._handles.append(module.register_load_state_dict_pre_hook(before_load))
         if any(map(is_packed, module.parameters(recurse=False))):
             self._handles.append(module.register_load_state_dict_pre_hook(load_beside))
 
         def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
             own = {id(param): param for param in self.parameters() if find_owner(param) is not None}
             if any(_changes(fn, *kind) for kind in {(p.dim(), p.dtype, p.device) for p in own.values()}):
-                refuse("converting (.to(), .cuda(), .half(), ...)")
+                refuse("converting (.to(), .cuda(), .half(), ...)", converts=True)
 
             @functools.wraps(fn)  # torchmetrics looks at its name
             def convert(tensor: Tensor) -> Tensor:
@@ -190,7 +196,9 @@ class Hooks:
 
         def reduce(self: nn.Module, protocol: int) -> object:
             refuse("pickling (torch.save(module), sending it to a process)")
-            return type(self).__reduce_ex__(self, protocol)
+            if hooks.passes.fence.is_plain:
+                return type(self).__reduce_ex__(self, protocol)
+            return copy.deepcopy(self).__reduce_ex__(protocol)
 
         hooks = self
         methods: tuple[Callable[..., object], ...] = (apply, deepcopy, reduce)

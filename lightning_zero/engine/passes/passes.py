@@ -23,6 +23,7 @@ from lightning_zero.comm.agreements import digest_of, is_same
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.device import recording
 from lightning_zero.engine.passes.access import BufferSync, Fence, Writes
+from lightning_zero.engine.passes.between import Between
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import Hooks
@@ -112,7 +113,14 @@ class Passes:
     def __post_init__(self) -> None:
         most_overflows = self.config.optimizer.skip_nonfinite
         self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed, most_overflows)
-        self.fence = Fence([b for unit in self.units for b in unit.buckets], in_pass=lambda: self.key is not None)
+        self.between = Between(
+            self.units, self.comm, self.writes, most_bytes=self.order.prefetch_bytes, settle=self._settle
+        )
+        self.fence = Fence(
+            [b for unit in self.units for b in unit.buckets],
+            in_pass=lambda: self.key is not None,
+            in_run=lambda: self.between.in_run,
+        )
         self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
         self.hooks = Hooks(self)
         # Weakly: a graph holds the functions that unpack its tensors, and the garbage collector does not see through a
@@ -163,6 +171,7 @@ class Passes:
     @outside_autograd
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
         """Open a pass, and gather the root. ``owner``: the unit whose call opens it outside of a step. Collective."""
+        self.between.close()
         self.recover()
         self.watch_trainable()
         # Training passes in one step may take different paths, so each gets its own plan by its number in the step.
@@ -228,8 +237,9 @@ class Passes:
             self.begin(key, evaluation=evaluation)
             yield
             self._scope = None
-            if evaluation:
+            if evaluation or self._open.unused:
                 self.end()
+                self.between.refresh()
         except BaseException:
             self._scope = None
             self.abort()
@@ -247,6 +257,7 @@ class Passes:
             self.reducer.abort(deadline)
             # The backward set ``param.grad`` to None, so the engine would not see what users clear later.
             self.sharded_grads.place_used()
+        self.between.forget()
         self.order.abort()
         self.hooks.forget_calls()
         self.hooks.forget_inputs()
@@ -259,6 +270,7 @@ class Passes:
     @outside_autograd
     def leave(self) -> None:
         """End the pass that is still open, if any. Abort it if an exception has ended its backward. Collective."""
+        self.between.close()
         self.forget_failed()
         if self.in_backward:
             self.abort()  # an exception has ended a plain ``loss.backward()``
@@ -271,6 +283,10 @@ class Passes:
 
         After an exception ranks first agree on whether their process groups can still be used.
         """
+        self.between.flush()
+        self._settle()
+
+    def _settle(self) -> None:
         self.forget_failed()
         self.recover()
         self.after_step.wait_for_all()
@@ -292,6 +308,8 @@ class Passes:
         if self.key is not None:
             self.after_step.sync_params(self.units[0])
             self.units[0].unshard_wait()
+        else:
+            self.between.refresh()
 
     def under_way(self) -> str | None:
         """Describe what is under way (a step, a backward, a pass), for error messages. Returns None if nothing is."""
@@ -574,6 +592,8 @@ class Passes:
             self._close()
         if not is_same(settings):  # after ``_close``: it raises on all ranks, and no pass may be open then
             self._refuse_settings()
+        if self._scope is None:
+            self.between.refresh()
         if self._scope is not None:
             self.begin(self._scope.key, evaluation=self._scope.evaluation)
             self._open.unused = True

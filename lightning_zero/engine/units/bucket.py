@@ -119,6 +119,7 @@ class Bucket:
         self.awaited_step = AwaitedStep()
         self.shows_values = False  # parameters show their gathered values
         self.is_plain = False  # inside gather(): parameters hold whole masters
+        self.shows_masters = False  # between steps: users' code has used a parameter
         self._values_here = True
         self._copied: Event = None  # event after the last copy that an offloaded step made to the device
         self.layout = plan.layout
@@ -454,6 +455,16 @@ class Bucket:
         self.is_plain = True
         self._values_are(here=True)
         set_values(self.params, values, "plain")
+
+    def show_masters(self, full: Tensor) -> None:
+        """Point the parameters at whole masters `full` [layout.numel], until `hide_masters`."""
+        self.shows_masters = True
+        self._values_are(here=True)
+        set_values(self.params, [self.part_of(full, info) for info in self.params], "present")
+
+    def hide_masters(self) -> None:
+        self.shows_masters = False
+        self.show(gathered=self.shows_values)
 
     def hide_plain(self, *, gathered: bool) -> None:
         self.is_plain = False

@@ -7,6 +7,7 @@ parameter.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,22 @@ class _Owned:
         if owner is None or not owner.replaces(self, value):
             with torch._C.DisableTorchFunctionSubclass():
                 _set_data(self, value)
+
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """Return a parameter of the class before sharding, which no engine owns, as the whole copy of a module needs."""
+        if id(self) not in memo:
+            plain: Any = _PLAIN[type(self)]
+            if plain.__deepcopy__ is nn.Parameter.__deepcopy__:  # which reads `.data`, whose changes are looked for
+                with torch.no_grad():
+                    memo[id(self)] = plain(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+            else:
+                memo[id(self)] = copied = plain.__deepcopy__(self, memo)
+                copied.__class__ = plain
+        return memo[id(self)]
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
 
 
 def give_own_memory(tensor: Tensor) -> None:

@@ -1,0 +1,251 @@
+"""Shows masters to users' code between steps.
+
+[Note: uses of parameters between steps]
+Under DDP parameters have their values in every hook. At stage 3 they hold placeholders between steps. All ranks run the
+same code, so all use a parameter at the same place. The first use gathers the masters of its unit::
+
+    use of a unit      a meeting, which names a rank that is elsewhere; its masters, in memory of their own
+    use of another     the same; units that were used before are hidden if all are above ``zero.prefetch_bytes``
+    next step, save    written values are compared between ranks and copied to the masters; all units are hidden
+
+Views that users keep (``p.detach()``, ``.data``, a state dict) share the memory, so that writes to them are seen. As
+under DDP they follow the parameter: while any rank holds such views, each step is followed by a use of their units,
+which brings the new values into the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.passes.access import Writes, checksum
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.master_storage import opened
+from lightning_zero.engine.units.param import ParamInfo
+from lightning_zero.engine.units.unit import Unit
+
+@dataclass(eq=False, slots=True)
+class _Memory:
+    """Whole masters of one bucket, in memory that parameters show and that users may hold views of."""
+
+    full: Tensor  # [layout.numel] master dtype
+    handed_out: dict[int, int] = field(default_factory=dict)  # slot -> checksum when .data was read or kept
+    assigned: set[int] = field(default_factory=set)  # slots whose ``.data`` was assigned
+    checksum: int | None = None  # of ``full`` when the parameters were hidden
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether anybody but this object holds the memory. Parameters must be hidden."""
+        # One for the tensor, one for the storage object that is made here.
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > 2  # type: ignore[attr-defined]
+
+
+class Between:
+    """Shows masters in parameters that users' code uses between steps. See [Note: uses of parameters between steps]."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Communicator,
+        writes: Writes,
+        *,
+        most_bytes: int,
+        settle: Callable[[], None],
+    ) -> None:
+        self._units, self._comm, self._writes = units, comm, writes
+        self._most_bytes, self._settle = most_bytes, settle
+        self._shown: list[Unit] = []  # in the order of their first use
+        self._memory: dict[Bucket, _Memory] = {}  # of shown units, and of those of which some rank holds views
+        self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self.in_run = False  # all ranks run the same code, of a Trainer's run or of Fabric
+
+    # -- uses -----------------------------------------------------------------------------------------------------
+
+    @outside_autograd
+    def use(self, unit: Unit, what: str) -> None:
+        """Show the masters of ``unit`` in its parameters. ``what``: the use, for errors. Collective.
+
+        Raises ApartError on all ranks if one uses another unit, or does something else."""
+        with self._comm.at(f"{what} between steps, which all ranks must make"):
+            self._make_room(unit)
+            self._comm.meet(None, f"a use of unit {unit.title} between steps")
+            if not self._shown:
+                self._settle()
+                self._writes.take_all_over()
+                self._writes.confirm_if_any()
+            self._show(unit)
+
+    def _show(self, unit: Unit) -> None:
+        self._shown.append(unit)
+        for bucket in unit.buckets:
+            if bucket.is_plain or not bucket.reshards:
+                continue
+            full = bucket.full_master()
+            if (memory := self._memory.get(bucket)) is None:
+                memory = self._memory[bucket] = _Memory(full)
+            else:
+                if memory.checksum is not None and checksum(memory.full) != memory.checksum:
+                    raise RuntimeError(
+                        f"unit {unit.title}: a view of a parameter that was read between steps ({bucket.params[0].fqn} "
+                        "or one beside it) was written to in a step, whose result would be lost. Write to the "
+                        "parameter itself, or to the view between steps."
+                    )
+                memory.full.copy_(full)
+                memory.checksum = None
+                for slot in memory.handed_out:
+                    memory.handed_out[slot] = self._checksum(bucket, bucket.params[slot])
+            bucket.show_masters(memory.full)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Hide units, the oldest first, until those that are shown and ``unit`` take no more than ``most_bytes``."""
+        left = sum(map(_nbytes, self._shown)) + _nbytes(unit)
+        oldest = []
+        for known in self._shown:
+            if left <= self._most_bytes:
+                break
+            oldest.append(known)
+            left -= _nbytes(known)
+        if oldest:
+            self._hide(oldest, f"room for unit {unit.title} between steps")
+
+    def hand_out(self, place: Place, values: Tensor) -> None:
+        """Note that users' code has read ``.data``, whose changes raise no version."""
+        memory = self._memory[place.bucket]
+        if place.info.slot not in memory.handed_out:
+            memory.handed_out[place.info.slot] = self._checksum(*place)
+
+    @outside_autograd
+    def replace(self, place: Place, value: Tensor) -> None:
+        """Carry out ``param.data = value`` for a parameter that shows masters."""
+        memory = self._memory[place.bucket]
+        place.bucket.part_of(memory.full, place.info).copy_(value)
+        memory.assigned.add(place.info.slot)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Copy what users have written to the masters. Collective if any unit is shown.
+
+        Raises RuntimeError on all ranks if written values differ."""
+        if self._shown:
+            self._take_over(list(self._memory), [], "writes to parameters between steps")
+
+    def close(self) -> None:
+        """Do as :meth:`flush`, and hide all units."""
+        if self._shown:
+            self._hide(list(self._shown), "the end of uses of parameters between steps")
+
+    @outside_autograd
+    def refresh(self) -> None:
+        """Bring the values of now, after a change of masters, into parameters that show masters and into memory of
+        which some rank holds views. Collective."""
+        if self._memory:
+            self._settle()
+            known = {self._unit_of[bucket]: None for bucket in self._memory}
+            units, self._shown = [unit for unit in known], []
+            for unit in units:
+                self._show(unit)
+
+    def forget(self) -> None:
+        """Hide all units and drop what users have written, after an exception. Sends no message."""
+        for bucket in self._memory:
+            if bucket.shows_masters:
+                bucket.hide_masters()
+        self._shown.clear()
+        self._memory.clear()
+
+    def end_run(self) -> None:
+        """Refuse uses from now on: ranks may go different ways. Follows :meth:`close`. Sends no message."""
+        self.forget()
+        self.in_run = False
+
+    @outside_autograd
+    def _hide(self, units: Sequence[Unit], what: str) -> None:
+        hidden = [bucket for unit in units for bucket in unit.buckets if bucket.shows_masters]
+        self._shown = [unit for unit in self._shown if unit not in units]
+        # Of units that were hidden before, too, users may hold views, and may have written to them.
+        self._take_over([b for b in self._memory if b in hidden or not self._shown], hidden, what)
+
+    def _take_over(self, buckets: Sequence[Bucket], hidden: Sequence[Bucket], what: str) -> None:
+        """Copy what users have written in ``buckets`` to the masters, and hide the parameters in ``hidden``."""
+        number_of = {bucket: number for number, bucket in enumerate(self._memory)}
+        written = {number_of[bucket]: slots for bucket in buckets if (slots := self._written(bucket))}
+        for bucket in hidden:
+            bucket.hide_masters()
+        left = [b for b in buckets if not b.shows_masters]
+        table = self._comm.meet((written, [number_of[b] for b in left if self._memory[b].is_held]), what)
+        slots_of = {
+            bucket: sorted({slot for found, _ in table for slot in found.get(number, ())})
+            for bucket, number in number_of.items()
+        }
+        try:
+            self._compare([(bucket, bucket.params[slot]) for bucket, slots in slots_of.items() for slot in slots])
+            for bucket, slots in slots_of.items():
+                if slots:
+                    self._write_back(bucket, [bucket.params[slot] for slot in slots])
+        except BaseException:
+            self.forget()
+            raise
+        held = {number for _, numbers in table for number in numbers}
+        for bucket in left:
+            if number_of[bucket] in held:
+                self._memory[bucket].checksum = checksum(self._memory[bucket].full)
+            else:
+                del self._memory[bucket]
+
+    def _written(self, bucket: Bucket) -> list[int]:
+        """Return the slots of the parameters that this rank's user may have written since the last call."""
+        memory = self._memory[bucket]
+        if memory.checksum is not None:  # views alone are left, and do not tell of which parameter
+            return [] if checksum(memory.full) == memory.checksum else [info.slot for info in bucket.params]
+        found, memory.assigned = memory.assigned, set()
+        for info in bucket.params:
+            if info.param._version != info.version:
+                found.add(info.slot)
+                info.version = info.param._version
+            if info.slot in memory.handed_out:
+                before, now = memory.handed_out[info.slot], self._checksum(bucket, info)
+                memory.handed_out[info.slot] = now
+                if now != before:
+                    found.add(info.slot)
+        return sorted(found)
+
+    def _checksum(self, bucket: Bucket, info: ParamInfo) -> int:
+        return checksum(info.flattened(bucket.part_of(self._memory[bucket].full, info)))
+
+    def _compare(self, written: Sequence[tuple[Bucket, ParamInfo]]) -> None:
+        """Raise RuntimeError on all ranks if values that some rank has written are not the same on all. Collective."""
+        if not written or self._comm.world_size == 1:
+            return
+        table = self._comm.meet([self._checksum(*place) for place in written], "what was written between steps")
+        unequal = [
+            info.fqn
+            for number, (bucket, info) in enumerate(written)
+            if any(len({table[rank][number] for rank in ranks}) > 1 for ranks in bucket.comm.topology.same_params)
+        ]
+        if unequal:
+            raise RuntimeError(
+                f"{', '.join(unequal)}: written to between steps, with other values on some ranks than on others, so "
+                "that no rank's are right for all. Write the same on all ranks, or write inside `with "
+                "lightning_zero.gather(module, from_rank=0):`, where one rank's values count."
+            )
+
+    def _write_back(self, bucket: Bucket, written: Sequence[ParamInfo]) -> None:
+        full = self._memory[bucket].full
+        if not bucket.trainable:
+            for info in written:
+                self._writes.note_rounded(bucket, info)
+        low, high = bucket.owned_range
+        with opened(bucket.storage, changed=True) as master:
+            master.copy_(full[low:high])
+            bucket.copy_master_to_params()
+        bucket.node_shard.becomes(full)
+
+
+def _nbytes(unit: Unit) -> int:
+    return sum(b.layout.numel * b.dtypes.master.itemsize for b in unit.resharded)

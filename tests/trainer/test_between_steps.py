@@ -1,0 +1,164 @@
+"""Weights that hooks read, write, copy, save and keep between steps: as under DDP."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.harness import on_ranks
+from tests.trainer.toys import Lit, assert_same, fit, seeded, strategy_of
+
+HOOKS = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
+    *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "on_train_batch_end", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_train_end", "on_fit_end"),
+)
+
+
+class Uses(Lit):
+    """Calls ``act(self)`` in hooks, and notes what it returns."""
+
+    def __init__(self, act: Callable[[Any], Any], hooks: tuple[str, ...]) -> None:
+        super().__init__(width=6, depth=2)
+        self.act, self.hooks = act, hooks
+        self.average = copy.deepcopy(self.blocks).requires_grad_(False)
+        self.noted: list[Any] = []
+        self.kept: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "act": None}
+
+    def use(self, hook: str) -> None:
+        if hook in self.hooks:
+            self.noted.append((hook, self.act(self)))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.use("optimizer_step")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.use("on_train_batch_end")
+
+
+def _calls(hook: str) -> Any:
+    return lambda self, *_, **__: self.use(hook)
+
+
+for _hook in HOOKS:
+    if _hook not in vars(Uses):
+        setattr(Uses, _hook, _calls(_hook))
+
+
+def numbers(value: Any) -> Any:
+    """Give what can be compared: norms in place of tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().double().norm().item()
+    if isinstance(value, dict):
+        return {key: numbers(item) for key, item in value.items()}
+    return [numbers(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+# -- what hooks do ----------------------------------------------------------------------------------------------------
+
+
+def reads(m: Any) -> Any:
+    return [p.norm().item() for p in m.parameters()], m.head.weight.data.sum().item()
+
+
+@torch.no_grad()
+def averages(m: Any) -> None:
+    for a, p in zip(m.average.parameters(), m.blocks.parameters(), strict=True):
+        a.lerp_(p, 0.1)
+
+
+@torch.no_grad()
+def writes(m: Any) -> None:
+    m.head.weight.mul_(1.01)
+    m.blocks[0].up.weight.data.add_(0.01)
+    m.first.bias.data = m.first.bias * 0.9 + 0.01
+    nn.init.uniform_(m.blocks[1].norm.bias, 0.1, 0.1)
+
+
+@torch.no_grad()
+def swaps(m: Any) -> None:
+    for a, p in zip(m.average.parameters(), m.blocks.parameters(), strict=True):
+        before = p.clone()
+        p.copy_(a)
+        a.copy_(before)
+
+
+def calls_a_part(m: Any) -> Any:
+    x = torch.linspace(-1, 1, 6)
+    return m.blocks[0].up(x).sum().item(), m.blocks[1](x).sum().item()
+
+
+def copies(m: Any) -> Any:
+    part, state = copy.deepcopy(m.blocks), copy.deepcopy(m.state_dict())
+    assert type(part[0].up.weight) is nn.Parameter
+    listed = copy.deepcopy(list(m.head.parameters()))
+    return numbers([part[0](torch.ones(6)), list(state.values()), listed])
+
+
+def saves(m: Any) -> Any:
+    """State dicts of all and of a part, which rank 0 alone writes; a pickled part."""
+    whole, part, file = m.state_dict(), m.blocks[1].state_dict(), io.BytesIO()
+    if dist.get_rank() == 0:
+        torch.save(whole, io.BytesIO())
+    torch.save(m.head, file)
+    file.seek(0)
+    return numbers([list(whole.values()), list(part.values()), torch.load(file, weights_only=False).weight])
+
+
+def loads(m: Any) -> None:
+    best = copy.deepcopy(m.blocks.state_dict())
+    m.blocks.load_state_dict({name: value * 0.95 for name, value in best.items()})
+    m.load_state_dict(m.state_dict())
+
+
+def writes_to_a_state_dict(m: Any) -> None:
+    for value in m.blocks[0].state_dict().values():
+        value.mul_(0.98)
+
+
+def keeps(m: Any) -> Any:
+    """Views of the first use are read, and written to, in all later ones: they follow the weights."""
+    if m.kept is None:
+        m.kept = [p.detach() for p in m.parameters()], m.head.weight.data, m.blocks[1].state_dict()
+    m.kept[0][-1].mul_(0.99)
+    return numbers(m.kept)
+
+
+@torch.enable_grad()
+def takes_gradients(m: Any) -> Any:
+    params = list(m.head.parameters())
+    return numbers(torch.autograd.grad(sum(p.square().sum() for p in params), params))
+
+
+ACTS = [reads, averages, writes, swaps, calls_a_part, copies, saves, loads, writes_to_a_state_dict, keeps, takes_gradients]
+IN_STEPS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
+AFTERWARDS = ("on_fit_end",)  # the run is over for the strategy: the module is whole, in memory of its own
+ROWS = ["zero3", "zero3_offload", "zero1"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+def test_hooks_use_weights_as_under_ddp(act: Any, tmp_path: Path) -> None:
+    without = () if act is reads else (*IN_STEPS, *(AFTERWARDS if act is keeps else ()))
+    hooks = tuple(hook for hook in HOOKS if hook not in without)
+    make = functools.partial(Uses, act, hooks)
+    expected = fit("ddp", tmp_path, seeded(make), count=12)
+    for row in ROWS:
+        found = fit(strategy_of(row, tmp_path), tmp_path, seeded(make), count=12)
+        assert [hook for hook, _ in found.module.noted] == [hook for hook, _ in expected.module.noted]
+        for (hook, value), (_, other) in zip(found.module.noted, expected.module.noted, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-5, msg=lambda text: f"{row} {hook}: {text}")
+        assert_same(found, expected, what=row)
