@@ -329,6 +329,7 @@ class Engine:
         sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)
         self.optimizers.append(sharded)
+        self.passes.after_step.count_references()
         return sharded
 
     @outside_autograd

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
@@ -27,6 +26,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo
+from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import Unit
 
 @dataclass(eq=False, slots=True)
@@ -41,8 +41,7 @@ class _Memory:
     @property
     def is_held(self) -> bool:
         """Return whether anybody but this object holds the memory. Parameters must be hidden."""
-        # One for the tensor, one for the storage object that is made here.
-        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > 2  # type: ignore[attr-defined]
+        return references(self.full) > 1
 
 
 class Between:

@@ -237,7 +237,7 @@ class Passes:
             self.begin(key, evaluation=evaluation)
             yield
             self._scope = None
-            if evaluation or self._open.unused:
+            if evaluation or (self._open.unused and self.between.in_run):
                 self.end()
                 self.between.refresh()
         except BaseException:

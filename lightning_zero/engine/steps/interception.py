@@ -142,6 +142,7 @@ class AroundStep:
         # Before masters change: later, the written values would be compared with values from after the step.
         self.passes.writes.take_all_over()
         self.passes.reducer.refuse_unreduced(places)
+        self.after_step.step_begins()
 
     @outside_autograd
     def ends(self, changed: set[Bucket], stepped: Sequence[ParamInfo]) -> None:
@@ -150,6 +151,7 @@ class AroundStep:
         Masters of the `changed` buckets are new, or will be when their offloaded steps end.
         """
         self.passes.stepped()
+        self.after_step.step_ends()
         values_changed(stepped)
         self.passes.masters_changed(changed)
         self.passes.timeline.stepped()

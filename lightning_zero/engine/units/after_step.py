@@ -10,11 +10,13 @@
 The next backward, and everything that reads values, waits for all steps.
 
 A *param sync* all-gathers a bucket whose compute parameters are replicated and whose masters are not (stages 1 and 2,
-and offload). All ranks issue param syncs in the order of units, each after its bucket's step.
+and offload). All ranks issue param syncs in the order of units, each after its bucket's step. It writes to the memory of
+views that users have kept (`weight.detach()`), whose reads no hook reports: then `step()` itself waits for the sync.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -28,6 +30,7 @@ from lightning_zero.device.host_threads import set_own_threads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.master_storage import MasterStorage
+from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.ranks.waits import goes_on_in_waits
 
@@ -165,7 +168,25 @@ class AfterStep:
         self._failed: Exception | None = None
         self._pending_syncs: deque[tuple[Unit, list[Bucket]]] = deque()  # to be issued, in the order of units
         self._issuing = False
+        self._references: dict[Bucket, int] = {}  # to the memory of synced parameters, without those of users' views
+        self._viewed: set[Bucket] = set()
         goes_on_in_waits(self)
+
+    def _referring(self, bucket: Bucket) -> int:
+        return references(bucket.full.data) - len(bucket.params) * bucket.shows_values
+
+    def count_references(self) -> None:
+        """Note who shares the memory of synced parameters. Called before users' code can keep views of it."""
+        self._references = {bucket: self._referring(bucket) for bucket in self._numbers if bucket.gathers_after_step}
+
+    def step_begins(self) -> None:
+        """Note of which synced parameters users' code keeps views."""
+        self._viewed = {bucket for bucket, known in self._references.items() if self._referring(bucket) > known}
+
+    def step_ends(self) -> None:
+        """Count what the step itself keeps from now on."""
+        for bucket in self._references.keys() - self._viewed:
+            self._references[bucket] = self._referring(bucket)
 
     def use_cores(self, cores: int) -> None:
         """Wait for the steps under way, then run later steps on `cores`."""
@@ -188,6 +209,7 @@ class AfterStep:
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
         """Schedule param syncs of `changed` buckets, whose masters are new or will be after their steps. Collective."""
+        viewed = []
         for unit in self._units:
             buckets = [b for b in unit.buckets if b in changed]
             synced = [b for b in buckets if b.gathers_after_step]
@@ -197,6 +219,8 @@ class AfterStep:
                 bucket.show(gathered=False)
             if synced:
                 self._pending_syncs.append((unit, synced))
+                if not self._viewed.isdisjoint(synced):
+                    viewed.append(unit)
             is_here = unit.reshards and unit.state is not State.SHARDED
             if buckets and is_here:
                 # A step inside a pass makes gathered values stale. The root is gathered on all ranks while a pass is
@@ -208,6 +232,9 @@ class AfterStep:
             if buckets and is_here and unit is self._units[0]:
                 unit.unshard_begin()
         self.sync_params()
+        for unit in viewed:
+            self.sync_params(unit)
+            unit.unshard_wait()
 
     def sync_params(self, needed: Unit | None = None) -> None:
         """Issue the pending param syncs whose steps have ended. Up to the unit `needed`, wait for the steps first.

@@ -67,6 +67,12 @@ class FlatBuffer:
         raise RuntimeError("views are made while the buffer has memory")
 
 
+def references(tensor: Tensor) -> int:
+    """Return how many tensors share the memory of ``tensor``, in autograd graphs too."""
+    # Without the storage object that is made here.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # type: ignore[attr-defined,no-any-return]
+
+
 def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Make a placeholder for each shape: one NaN element (0 for integers), expanded to the shape. All lie in one small
     tensor."""
