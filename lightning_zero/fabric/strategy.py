@@ -136,7 +136,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         with names_arguments(self._given_config):
             engine = shard(module, config=config, device=self.root_device, node=self._node)
         self._set_up.append(weakref.ref(engine))
-        engine.passes.between.in_run = True
+        engine.passes.between.begin_run()
         with engine.passes.fence.lowered():
             module.to(self.root_device)  # moves the rest: states of metrics
         if self.is_global_zero and logging.getLogger("lightning.fabric").isEnabledFor(logging.INFO):

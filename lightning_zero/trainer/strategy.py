@@ -407,7 +407,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         else:
             engine.comm.waits.forget_failures()
             engine.comm.long_work = self._long_work
-        engine.passes.calls_meet = engine.passes.between.in_run = True
+        engine.passes.calls_meet = True
+        engine.passes.between.begin_run()
         with engine.passes.fence.lowered():
             model.to(self.root_device)  # sets module.device, and moves states of metrics
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import lightning_zero
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, assert_same, fit, seeded, strategy_of
+from tests.trainer.toys import Lit, Run, assert_same, fit, seeded, strategy_of
 
 HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -143,22 +144,56 @@ def takes_gradients(m: Any) -> Any:
     return numbers(torch.autograd.grad(sum(p.square().sum() for p in params), params))
 
 
-ACTS = [reads, averages, writes, swaps, calls_a_part, copies, saves, loads, writes_to_a_state_dict, keeps, takes_gradients]
+ACTS = [
+    reads,
+    averages,
+    writes,
+    swaps,
+    calls_a_part,
+    copies,
+    saves,
+    loads,
+    writes_to_a_state_dict,
+    keeps,
+    takes_gradients,
+]
 IN_STEPS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 AFTERWARDS = ("on_fit_end",)  # the run is over for the strategy: the module is whole, in memory of its own
-ROWS = ["zero3", "zero3_offload", "zero1"]
+
+
+def assert_as(found: Run, expected: Run, what: str) -> None:
+    assert [hook for hook, _ in found.module.noted] == [hook for hook, _ in expected.module.noted]
+    for (hook, value), (_, other) in zip(found.module.noted, expected.module.noted, strict=True):
+        torch.testing.assert_close(
+            value, other, rtol=1e-5, atol=1e-5, msg=lambda text, hook=hook: f"{what} {hook}: {text}"
+        )
+    assert_same(found, expected, what=what)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 def test_hooks_use_weights_as_under_ddp(act: Any, tmp_path: Path) -> None:
     without = () if act is reads else (*IN_STEPS, *(AFTERWARDS if act is keeps else ()))
-    hooks = tuple(hook for hook in HOOKS if hook not in without)
-    make = functools.partial(Uses, act, hooks)
+    make = functools.partial(Uses, act, tuple(hook for hook in HOOKS if hook not in without))
     expected = fit("ddp", tmp_path, seeded(make), count=12)
-    for row in ROWS:
-        found = fit(strategy_of(row, tmp_path), tmp_path, seeded(make), count=12)
-        assert [hook for hook, _ in found.module.noted] == [hook for hook, _ in expected.module.noted]
-        for (hook, value), (_, other) in zip(found.module.noted, expected.module.noted, strict=True):
-            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-5, msg=lambda text: f"{row} {hook}: {text}")
-        assert_same(found, expected, what=row)
+    for row in ("zero3", "zero3_offload", "zero1"):
+        assert_as(fit(strategy_of(row, tmp_path), tmp_path, seeded(make), count=12), expected, row)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("act", [a for a in ACTS if a not in (keeps, calls_a_part)], ids=lambda act: act.__name__)
+def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(act: Any, tmp_path: Path) -> None:
+    """As inside of gather(), which shows masters at every stage."""
+
+    def gathered(m: Any) -> Any:
+        with lightning_zero.gather(m):
+            return act(m)
+
+    hooks = tuple(hook for hook in HOOKS if hook not in (*IN_STEPS, *AFTERWARDS))
+    for row in ("zero3", "zero2", "zero0"):
+        settings = {"precision": {"fp32_modules": ["average.*"]}}
+        runs = [
+            fit(strategy_of(row, **settings), tmp_path, seeded(lambda do=do: Uses(do, hooks)), precision="bf16-mixed")
+            for do in (act, gathered)
+        ]
+        assert_as(*runs, row)

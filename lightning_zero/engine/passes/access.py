@@ -455,7 +455,7 @@ class Access:
         if self._fence.is_lowered:
             is_master = place.bucket.shows_values and place.bucket.plan.params_are_masters
             return param if self._fence.passing_on and not is_master else read()  # a use of it is seen then
-        if not place.bucket.shows_values:
+        if not place.bucket.shows_values or place.bucket.hides_rounded:
             for unit in self._bring([param], "data"):
                 self._passes.borrowed(unit, keep=True)
         values = read()
@@ -495,22 +495,24 @@ class Access:
         for param in params:
             place = self._place_of(param)
             unit = self._unit_of[place.bucket]
-            if not place.bucket.reshards:
+            bucket = place.bucket
+            if bucket.shows_masters:
+                continue
+            if not bucket.reshards and not bucket.hides_rounded:
                 # Between passes maybe only some ranks come here: tell the others where, for their error message.
                 read = f"a read of {place.info.fqn} between steps, which takes all ranks"
                 with self._passes.comm.at(read if self._passes.key is None else self._passes.comm.waits.place):
                     self._after_step.sync_params(unit)
                     unit.unshard_wait()
-            elif self._passes.key is None and not self._passes.begin_again():
+                continue
+            if self._passes.key is None and not self._passes.begin_again():
                 if not self._between.in_run:
                     raise RuntimeError(
                         f"{place.info.fqn} is sharded, and its values are on no rank now, so {operation!r} would read "
                         "or write a placeholder. Do this inside `with lightning_zero.gather(model):`, on all ranks."
                     )
-                if not place.bucket.shows_masters:
-                    self._between.use(unit, f"{operation!r} of {place.info.fqn}")
-                continue
-            if place.bucket.reshards and not place.bucket.shows_values:
+                self._between.use(unit, f"{operation!r} of {place.info.fqn}")
+            elif not bucket.shows_values:
                 self._passes.demand(unit, "a read of parameters")
                 brought.append(unit)
         return brought

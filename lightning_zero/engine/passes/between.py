@@ -29,6 +29,7 @@ from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import Unit
 
+
 @dataclass(eq=False, slots=True)
 class _Memory:
     """Whole masters of one bucket, in memory that parameters show and that users may hold views of."""
@@ -48,20 +49,40 @@ class Between:
     """Shows masters in parameters that users' code uses between steps. See [Note: uses of parameters between steps]."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        comm: Communicator,
-        writes: Writes,
-        *,
-        most_bytes: int,
-        settle: Callable[[], None],
+        self, units: Sequence[Unit], comm: Communicator, writes: Writes, *, most_bytes: int, settle: Callable[[], None]
     ) -> None:
         self._units, self._comm, self._writes = units, comm, writes
         self._most_bytes, self._settle = most_bytes, settle
         self._shown: list[Unit] = []  # in the order of their first use
         self._memory: dict[Bucket, _Memory] = {}  # of shown units, and of those of which some rank holds views
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self._rounded: list[Bucket] = []  # in a run, buckets that stay gathered in fewer bits than their masters have
         self.in_run = False  # all ranks run the same code, of a Trainer's run or of Fabric
+
+    def begin_run(self) -> None:
+        """Allow uses: all ranks run the same code from now on. Sends no message."""
+        self.in_run = True
+        self.plans_changed()
+        self.pass_ends()
+
+    def end_run(self) -> None:
+        """Refuse uses from now on: ranks may go different ways. Follows :meth:`close`. Sends no message."""
+        self.forget()
+        self.pass_begins()
+        self.in_run, self._rounded = False, []
+
+    def plans_changed(self) -> None:
+        self._rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
+
+    def pass_begins(self) -> None:
+        """Show users' code compute parameters, of those that stay gathered."""
+        for bucket in self._rounded:
+            bucket.hide_rounded(False)
+
+    def pass_ends(self) -> None:
+        """Have users' code ask for parameters, of which it must see masters from now on."""
+        for bucket in self._rounded:
+            bucket.hide_rounded(True)
 
     # -- uses -----------------------------------------------------------------------------------------------------
 
@@ -82,7 +103,7 @@ class Between:
     def _show(self, unit: Unit) -> None:
         self._shown.append(unit)
         for bucket in unit.buckets:
-            if bucket.is_plain or not bucket.reshards:
+            if bucket.is_plain or not _needs_masters(bucket):
                 continue
             full = bucket.full_master()
             if (memory := self._memory.get(bucket)) is None:
@@ -157,11 +178,6 @@ class Between:
                 bucket.hide_masters()
         self._shown.clear()
         self._memory.clear()
-
-    def end_run(self) -> None:
-        """Refuse uses from now on: ranks may go different ways. Follows :meth:`close`. Sends no message."""
-        self.forget()
-        self.in_run = False
 
     @outside_autograd
     def _hide(self, units: Sequence[Unit], what: str) -> None:
@@ -243,8 +259,14 @@ class Between:
         with opened(bucket.storage, changed=True) as master:
             master.copy_(full[low:high])
             bucket.copy_master_to_params()
+        if not bucket.reshards:
+            bucket.full.data.copy_(full)
         bucket.node_shard.becomes(full)
 
 
+def _needs_masters(bucket: Bucket) -> bool:
+    return bucket.reshards or bucket.hides_rounded
+
+
 def _nbytes(unit: Unit) -> int:
-    return sum(b.layout.numel * b.dtypes.master.itemsize for b in unit.resharded)
+    return sum(b.layout.numel * b.dtypes.master.itemsize for b in unit.buckets if _needs_masters(b))

@@ -172,6 +172,7 @@ class Passes:
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
         """Open a pass, and gather the root. ``owner``: the unit whose call opens it outside of a step. Collective."""
         self.between.close()
+        self.between.pass_begins()
         self.recover()
         self.watch_trainable()
         # Training passes in one step may take different paths, so each gets its own plan by its number in the step.
@@ -224,6 +225,7 @@ class Passes:
             unit.pass_ends()
         self._ordinal = min(self._ordinal + (not self._open.evaluates), MOST_PLANS)
         self._enter(Phase.BETWEEN)
+        self.between.pass_ends()
         self._open = OpenPass(None)
         self.comm.waits.place = "between passes"
 
@@ -264,6 +266,7 @@ class Passes:
         for unit in self.units:
             unit.pass_ends(deadline)
         self.saved.plans_changed()
+        self.between.pass_ends()
         # not ``_enter``: an exception may come in any phase
         self.phase, self._open = Phase.BETWEEN, OpenPass(None)
 
@@ -342,6 +345,7 @@ class Passes:
         """Forget the recorded orders of gathers and reductions, after buckets got new placements by ``config``."""
         self.config = config
         self.order.plans_changed()
+        self.between.plans_changed()
         self.reducer.plans_changed()
         self.saved.plans_changed()
 

@@ -16,7 +16,6 @@ views that users have kept (`weight.detach()`), whose reads no hook reports: the
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -120,6 +120,7 @@ class Bucket:
         self.shows_values = False  # parameters show their gathered values
         self.is_plain = False  # inside gather(): parameters hold whole masters
         self.shows_masters = False  # between steps: users' code has used a parameter
+        self.hides_rounded = False  # between steps: a use of the gathered values, which are rounded, needs masters
         self._values_here = True
         self._copied: Event = None  # event after the last copy that an offloaded step made to the device
         self.layout = plan.layout
@@ -443,7 +444,7 @@ class Bucket:
             return
         self._values_are(here=gathered)
         if gathered:
-            set_values(self.params, self._views, "present")
+            set_values(self.params, self._views, "absent" if self.hides_rounded else "present")
         else:
             if not self._placeholders:
                 shapes = [info.shape for info in self.params]
@@ -455,6 +456,15 @@ class Bucket:
         self.is_plain = True
         self._values_are(here=True)
         set_values(self.params, values, "plain")
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether the parameters stay gathered, in fewer bits than their masters have."""
+        return self.trainable and not self.reshards and self.dtypes.compute != self.dtypes.master
+
+    def hide_rounded(self, hides: bool) -> None:
+        self.hides_rounded = hides
+        self.show(gathered=self.shows_values)
 
     def show_masters(self, full: Tensor) -> None:
         """Point the parameters at whole masters `full` [layout.numel], until `hide_masters`."""

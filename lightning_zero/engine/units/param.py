@@ -107,9 +107,8 @@ class _Owned:
             with torch._C.DisableTorchFunctionSubclass():
                 _set_data(self, value)
 
-
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """Return a parameter of the class before sharding, which no engine owns, as the whole copy of a module needs."""
+        """Return a whole parameter of the class before sharding, which no engine owns."""
         if id(self) not in memo:
             plain: Any = _PLAIN[type(self)]
             if plain.__deepcopy__ is nn.Parameter.__deepcopy__:  # which reads `.data`, whose changes are looked for
