@@ -38,6 +38,7 @@ SAID = {  # of rank 0
     "gather": "between passes, waits for 'gather(), which all ranks must enter'",
     "call": "between passes, waits for 'a call of the module outside of a step, which all ranks must make'",
     "norm": "a read of .grad.norm(), which takes all ranks, waits for 'the norms of gradients, of type 2'",
+    "use": "'mul' of head.weight between steps, which all ranks must make, waits for 'a use of unit ",
     "read": "a read of .grad, which takes all ranks, waits for 'a read of the gradient of head.weight, which all ranks",
 }
 
@@ -58,10 +59,12 @@ def alone(what: str, stage: int, later: float = 0.0) -> str:
         language_work(side, 0)
         side.engine.passes.calls_meet = True  # as under the Trainer
         side.step()
+        side.engine.passes.between.begin_run()
         calls: dict[str, Callable[[], Any]] = {
             "gather": lambda: lightning_zero.gather(side.module).__enter__(),
             "call": lambda: side.module(tokens(1)),
             "norm": lambda: side.module.head.weight.grad.norm(),
+            "use": lambda: side.module.head.weight * 2,
             "read": lambda: side.module.head.weight.grad.abs(),
         }
         with pytest.raises(StallError, match=r"All ranks must call this, or none") as caught:
@@ -72,7 +75,7 @@ def alone(what: str, stage: int, later: float = 0.0) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("what", "stage"), [("gather", 1), ("gather", 3), ("call", 3), ("norm", 3), ("read", 3)])
+@pytest.mark.parametrize(("what", "stage"), [("gather", 1), *((what, 3) for what in SAID)])
 def test_what_one_rank_does_alone_is_named_on_all(what: str, stage: int) -> None:
     for said in in_a_pool(alone, what, stage):
         assert f"rank 0: {SAID[what]}" in said

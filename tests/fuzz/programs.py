@@ -161,8 +161,10 @@ class Write(Action):
     how: str = "in place"
 
 
-class Read(Action):
-    """Read a parameter between steps, without gather."""
+class Use(Action):
+    """Use parameters between steps, without gather: "read", "in place", "data", "assign", "load", "copy" or "keep"."""
+
+    how: str = "read"
 
 
 class Save(Action):

@@ -27,14 +27,6 @@ def _stages(program: Program) -> Iterator[int]:
     yield from (action.stage for action in program.everything() if isinstance(action, p.Reshard))
 
 
-def _reads_outside(program: Program) -> bool:
-    """A part that is not a unit is read where it is called for itself."""
-    return 3 in _stages(program) and any(
-        isinstance(a, p.Read) or (isinstance(a, p.Forward | p.Evaluate) and a.part is not None)
-        for a in program.everything()
-    )
-
-
 def _replaces_values(program: Program) -> bool:
     """Assignments to ``.data``, under autocast all writes and steps: torch's own graphs keep the memory of before."""
     autocast = program.settings.precision in ("bf16", "fp16")
@@ -73,11 +65,6 @@ REFUSALS = (
         r"ConfigError: zero.optimizer.sharding: what NormBySize does to a tensor depends on the other tensors",
         "each rank would take the norm of its own tensors",
         lambda program: program.optimizer == "norm by size" and any(_stages(program)),
-    ),
-    Refusal(
-        r"RuntimeError: \S+ is sharded, and between steps its values are on no rank",
-        "a read outside of a pass would need all ranks, and not all come to it",
-        _reads_outside,
     ),
     Refusal(
         r"RuntimeError: .* is computed again from its inputs in backward \(zero.activation_checkpointing\), and its "

@@ -7,6 +7,7 @@ messages, and the ranks of the engine are as far apart as they come to be.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import pickle
@@ -110,6 +111,7 @@ class Interpreter:
         self._losses: list[Tensor] = []
         self._inputs: list[Tensor] = []
         self._saved: Any = None
+        self._kept: list[Tensor] = []  # views of parameters that were made between steps
         self._number = 0  # of forwards so far
         self._waits = False  # gradients of backwards inside no_sync have not been reduced
         self._settings = program.settings
@@ -131,6 +133,9 @@ class Interpreter:
     def _do(self, place: str, action: p.Action) -> None:
         self.trace.where = f"{place}, {p.source(p.Scope() if isinstance(action, p.Scope) else action)}"
         getattr(self, f"_{type(action).__name__}")(action)
+        # An assignment to ``.data`` leaves its parameter's views alone, and so do moves of values to other memory.
+        if getattr(action, "how", "") in ("assign", "outside") or isinstance(action, p.Gather | p.Load | p.Reshard):
+            self._kept = []
 
     # -- writing down -------------------------------------------------------------------------------------------------
 
@@ -308,10 +313,21 @@ class Interpreter:
         with self.side.scope():
             self._write(self._floating(), {"data": "write data"}.get(action.how, action.how))
 
-    def _Read(self, action: p.Read) -> None:
-        param = next(iter(self._floating()), None)
-        if param is not None:
-            self._note("read", {"": param.sum()})
+    @torch.no_grad()
+    def _Use(self, action: p.Use) -> None:
+        if self._losses:  # a pass is open
+            return
+        if action.how == "load":
+            state = copy.deepcopy(self.side.module.state_dict())
+            self.side.module.load_state_dict(state)
+        elif action.how == "keep":
+            self._kept = self._kept or [param.detach() for param in self._floating()]
+            self._note("kept", dict(enumerate(self._kept)))
+        elif action.how == "copy":
+            self._note("copied", dict(copy.deepcopy(self.side.module).named_parameters()))
+        else:
+            self._write(self._floating(), {"data": "write data"}.get(action.how, action.how))
+            self._note("used", {str(i): param.sum() for i, param in enumerate(self._floating())})
 
     def _Save(self, action: p.Save) -> None:
         self._saved = self.side.save()

@@ -256,6 +256,7 @@ class Ours(Side):
         if settings.skips:
             wanted["optimizer"] = {"skip_nonfinite": 100}
         engine = lightning_zero.shard(self.module, device="cpu", stall_timeout_s=self._stall_timeout_s, **wanted)
+        engine.passes.between.begin_run()
         if settings.precision == "fp16":
             engine.passes.reducer.set_loss_scale(LOSS_SCALE)
         if settings.lag and not self._reference and engine.comm.world_size > 1:

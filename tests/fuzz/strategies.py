@@ -93,7 +93,7 @@ SELDOM = st.one_of(
             p.Reshard, stage=st.just(stage), offload=_mostly(*OFFLOADS[stage], "none"), keep=st.booleans()
         )
     ),
-    _rarely(12).map(lambda rare: p.Read() if rare else p.Evaluate()),
+    st.builds(p.Use, how=st.sampled_from(["read", "in place", "data", "assign", "load", "copy", "keep"])),
 )
 
 
@@ -212,7 +212,7 @@ def _writes_before_a_backward(actions: tuple[p.Action, ...]) -> bool:
     """Return whether parameters are written to between a forward and its backward."""
     waits = False
     for action in actions:
-        if isinstance(action, p.Write) and waits:
+        if isinstance(action, p.Write | p.Use) and waits:
             return True
         waits = isinstance(action, p.Forward) or (waits and not isinstance(action, p.Backward))
     return False

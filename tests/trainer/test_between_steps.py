@@ -164,9 +164,8 @@ AFTERWARDS = ("on_fit_end",)  # the run is over for the strategy: the module is 
 def assert_as(found: Run, expected: Run, what: str) -> None:
     assert [hook for hook, _ in found.module.noted] == [hook for hook, _ in expected.module.noted]
     for (hook, value), (_, other) in zip(found.module.noted, expected.module.noted, strict=True):
-        torch.testing.assert_close(
-            value, other, rtol=1e-5, atol=1e-5, msg=lambda text, hook=hook: f"{what} {hook}: {text}"
-        )
+        says = lambda text, hook=hook: f"{what} {hook}: {text}"  # noqa: E731
+        torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-5, msg=says)
     assert_same(found, expected, what=what)
 
 
@@ -197,3 +196,49 @@ def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(act: Any, tmp_pat
             for do in (act, gathered)
         ]
         assert_as(*runs, row)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def writes_its_own(m: Any) -> None:
+    m.head.weight.add_(dist.get_rank() + 1.0)
+
+
+def assigns(m: Any) -> None:
+    m.load_state_dict({name: torch.ones_like(value) for name, value in m.state_dict().items()}, assign=True)
+
+
+def converts(m: Any) -> None:
+    m.half()
+
+
+class WritesToAView(Uses):
+    """In a step, whose result replaces what the view shows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.kept is not None:
+            self.kept.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+def keeps_one(m: Any) -> None:
+    m.kept = m.head.weight.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "act", "says"),
+    [
+        (Uses, writes_its_own, r"^head\.weight: written to between steps, with other values on some ranks"),
+        (Uses, assigns, r"load_state_dict\(assign=True\) of a sharded module"),
+        (Uses, converts, r"converting .* of a sharded module"),
+        (WritesToAView, keeps_one, r"unit \(root\): a view of a parameter .* was written to in a step"),
+    ],
+    ids=["values of each rank", "assign", "conversion", "a view in a step"],
+)
+def test_what_cannot_work_is_named_on_all_ranks(kind: Any, act: Any, says: str, tmp_path: Path) -> None:
+    module = seeded(lambda: kind(act, ("on_train_batch_end",)))
+    with pytest.raises(RuntimeError, match=says):
+        fit("zero3", tmp_path, module)

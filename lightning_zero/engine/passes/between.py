@@ -46,18 +46,25 @@ class _Memory:
 
 
 class Between:
-    """Shows masters in parameters that users' code uses between steps. See [Note: uses of parameters between steps]."""
+    """Shows masters in parameters that users' code uses between steps. See [Note: uses of parameters between steps].
+
+    Attributes:
+        in_run: All ranks run the same code, that of a Trainer's run or of Fabric: uses are allowed.
+        shown: Units whose parameters show masters, in the order of their first use.
+        memory: Of buckets of shown units, and of buckets of which some rank holds views.
+        rounded: In a run, buckets that stay gathered in fewer bits than their masters have.
+    """
 
     def __init__(
         self, units: Sequence[Unit], comm: Communicator, writes: Writes, *, most_bytes: int, settle: Callable[[], None]
     ) -> None:
         self._units, self._comm, self._writes = units, comm, writes
         self._most_bytes, self._settle = most_bytes, settle
-        self._shown: list[Unit] = []  # in the order of their first use
-        self._memory: dict[Bucket, _Memory] = {}  # of shown units, and of those of which some rank holds views
+        self.shown: list[Unit] = []
+        self.memory: dict[Bucket, _Memory] = {}
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
-        self._rounded: list[Bucket] = []  # in a run, buckets that stay gathered in fewer bits than their masters have
-        self.in_run = False  # all ranks run the same code, of a Trainer's run or of Fabric
+        self.rounded: list[Bucket] = []
+        self.in_run = False
 
     def begin_run(self) -> None:
         """Allow uses: all ranks run the same code from now on. Sends no message."""
@@ -69,19 +76,19 @@ class Between:
         """Refuse uses from now on: ranks may go different ways. Follows :meth:`close`. Sends no message."""
         self.forget()
         self.pass_begins()
-        self.in_run, self._rounded = False, []
+        self.in_run, self.rounded = False, []
 
     def plans_changed(self) -> None:
-        self._rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
+        self.rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
 
     def pass_begins(self) -> None:
         """Show users' code compute parameters, of those that stay gathered."""
-        for bucket in self._rounded:
+        for bucket in self.rounded:
             bucket.hide_rounded(False)
 
     def pass_ends(self) -> None:
         """Have users' code ask for parameters, of which it must see masters from now on."""
-        for bucket in self._rounded:
+        for bucket in self.rounded:
             bucket.hide_rounded(True)
 
     # -- uses -----------------------------------------------------------------------------------------------------
@@ -94,20 +101,20 @@ class Between:
         with self._comm.at(f"{what} between steps, which all ranks must make"):
             self._make_room(unit)
             self._comm.meet(None, f"a use of unit {unit.title} between steps")
-            if not self._shown:
+            if not self.shown:
                 self._settle()
                 self._writes.take_all_over()
                 self._writes.confirm_if_any()
             self._show(unit)
 
     def _show(self, unit: Unit) -> None:
-        self._shown.append(unit)
+        self.shown.append(unit)
         for bucket in unit.buckets:
             if bucket.is_plain or not _needs_masters(bucket):
                 continue
             full = bucket.full_master()
-            if (memory := self._memory.get(bucket)) is None:
-                memory = self._memory[bucket] = _Memory(full)
+            if (memory := self.memory.get(bucket)) is None:
+                memory = self.memory[bucket] = _Memory(full)
             else:
                 if memory.checksum is not None and checksum(memory.full) != memory.checksum:
                     raise RuntimeError(
@@ -123,9 +130,9 @@ class Between:
 
     def _make_room(self, unit: Unit) -> None:
         """Hide units, the oldest first, until those that are shown and ``unit`` take no more than ``most_bytes``."""
-        left = sum(map(_nbytes, self._shown)) + _nbytes(unit)
+        left = sum(map(_nbytes, self.shown)) + _nbytes(unit)
         oldest = []
-        for known in self._shown:
+        for known in self.shown:
             if left <= self._most_bytes:
                 break
             oldest.append(known)
@@ -135,65 +142,62 @@ class Between:
 
     def hand_out(self, place: Place, values: Tensor) -> None:
         """Note that users' code has read ``.data``, whose changes raise no version."""
-        memory = self._memory[place.bucket]
+        memory = self.memory[place.bucket]
         if place.info.slot not in memory.handed_out:
             memory.handed_out[place.info.slot] = self._checksum(*place)
 
     @outside_autograd
     def replace(self, place: Place, value: Tensor) -> None:
         """Carry out ``param.data = value`` for a parameter that shows masters."""
-        memory = self._memory[place.bucket]
+        memory = self.memory[place.bucket]
         place.bucket.part_of(memory.full, place.info).copy_(value)
         memory.assigned.add(place.info.slot)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Copy what users have written to the masters. Collective if any unit is shown.
+        """Copy what users have written to the masters. Collective.
 
         Raises RuntimeError on all ranks if written values differ."""
-        if self._shown:
-            self._take_over(list(self._memory), [], "writes to parameters between steps")
+        self._take_over(list(self.memory), [], "writes to parameters between steps")
 
     def close(self) -> None:
         """Do as :meth:`flush`, and hide all units."""
-        if self._shown:
-            self._hide(list(self._shown), "the end of uses of parameters between steps")
+        if self.shown:
+            self._hide(list(self.shown), "the end of uses of parameters between steps")
 
     @outside_autograd
     def refresh(self) -> None:
         """Bring the values of now, after a change of masters, into parameters that show masters and into memory of
         which some rank holds views. Collective."""
-        if self._memory:
-            self._settle()
-            known = {self._unit_of[bucket]: None for bucket in self._memory}
-            units, self._shown = [unit for unit in known], []
-            for unit in units:
-                self._show(unit)
+        self._settle()
+        self.shown = []
+        for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self.memory):
+            self._show(unit)
 
     def forget(self) -> None:
         """Hide all units and drop what users have written, after an exception. Sends no message."""
-        for bucket in self._memory:
+        for bucket in self.memory:
             if bucket.shows_masters:
                 bucket.hide_masters()
-        self._shown.clear()
-        self._memory.clear()
+        self.shown.clear()
+        self.memory.clear()
 
     @outside_autograd
     def _hide(self, units: Sequence[Unit], what: str) -> None:
         hidden = [bucket for unit in units for bucket in unit.buckets if bucket.shows_masters]
-        self._shown = [unit for unit in self._shown if unit not in units]
+        self.shown = [unit for unit in self.shown if unit not in units]
         # Of units that were hidden before, too, users may hold views, and may have written to them.
-        self._take_over([b for b in self._memory if b in hidden or not self._shown], hidden, what)
+        self._take_over([b for b in self.memory if b in hidden or not self.shown], hidden, what)
 
     def _take_over(self, buckets: Sequence[Bucket], hidden: Sequence[Bucket], what: str) -> None:
         """Copy what users have written in ``buckets`` to the masters, and hide the parameters in ``hidden``."""
-        number_of = {bucket: number for number, bucket in enumerate(self._memory)}
+        number_of = {bucket: number for number, bucket in enumerate(self.memory)}
         written = {number_of[bucket]: slots for bucket in buckets if (slots := self._written(bucket))}
         for bucket in hidden:
             bucket.hide_masters()
         left = [b for b in buckets if not b.shows_masters]
-        table = self._comm.meet((written, [number_of[b] for b in left if self._memory[b].is_held]), what)
+        table = self._comm.meet((written, [number_of[b] for b in left if self.memory[b].is_held]), what)
         slots_of = {
             bucket: sorted({slot for found, _ in table for slot in found.get(number, ())})
             for bucket, number in number_of.items()
@@ -209,13 +213,13 @@ class Between:
         held = {number for _, numbers in table for number in numbers}
         for bucket in left:
             if number_of[bucket] in held:
-                self._memory[bucket].checksum = checksum(self._memory[bucket].full)
+                self.memory[bucket].checksum = checksum(self.memory[bucket].full)
             else:
-                del self._memory[bucket]
+                del self.memory[bucket]
 
     def _written(self, bucket: Bucket) -> list[int]:
         """Return the slots of the parameters that this rank's user may have written since the last call."""
-        memory = self._memory[bucket]
+        memory = self.memory[bucket]
         if memory.checksum is not None:  # views alone are left, and do not tell of which parameter
             return [] if checksum(memory.full) == memory.checksum else [info.slot for info in bucket.params]
         found, memory.assigned = memory.assigned, set()
@@ -231,7 +235,7 @@ class Between:
         return sorted(found)
 
     def _checksum(self, bucket: Bucket, info: ParamInfo) -> int:
-        return checksum(info.flattened(bucket.part_of(self._memory[bucket].full, info)))
+        return checksum(info.flattened(bucket.part_of(self.memory[bucket].full, info)))
 
     def _compare(self, written: Sequence[tuple[Bucket, ParamInfo]]) -> None:
         """Raise RuntimeError on all ranks if values that some rank has written are not the same on all. Collective."""
@@ -251,7 +255,7 @@ class Between:
             )
 
     def _write_back(self, bucket: Bucket, written: Sequence[ParamInfo]) -> None:
-        full = self._memory[bucket].full
+        full = self.memory[bucket].full
         if not bucket.trainable:
             for info in written:
                 self._writes.note_rounded(bucket, info)

@@ -171,8 +171,10 @@ class Passes:
     @outside_autograd
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
         """Open a pass, and gather the root. ``owner``: the unit whose call opens it outside of a step. Collective."""
-        self.between.close()
-        self.between.pass_begins()
+        if self.between.shown:
+            self.between.close()
+        if self.between.rounded:
+            self.between.pass_begins()
         self.recover()
         self.watch_trainable()
         # Training passes in one step may take different paths, so each gets its own plan by its number in the step.
@@ -225,7 +227,8 @@ class Passes:
             unit.pass_ends()
         self._ordinal = min(self._ordinal + (not self._open.evaluates), MOST_PLANS)
         self._enter(Phase.BETWEEN)
-        self.between.pass_ends()
+        if self.between.rounded:
+            self.between.pass_ends()
         self._open = OpenPass(None)
         self.comm.waits.place = "between passes"
 
@@ -241,7 +244,8 @@ class Passes:
             self._scope = None
             if evaluation or (self._open.unused and self.between.in_run):
                 self.end()
-                self.between.refresh()
+                if self.between.memory:
+                    self.between.refresh()
         except BaseException:
             self._scope = None
             self.abort()
@@ -273,7 +277,8 @@ class Passes:
     @outside_autograd
     def leave(self) -> None:
         """End the pass that is still open, if any. Abort it if an exception has ended its backward. Collective."""
-        self.between.close()
+        if self.between.shown:
+            self.between.close()
         self.forget_failed()
         if self.in_backward:
             self.abort()  # an exception has ended a plain ``loss.backward()``
@@ -286,7 +291,8 @@ class Passes:
 
         After an exception ranks first agree on whether their process groups can still be used.
         """
-        self.between.flush()
+        if self.between.shown:
+            self.between.flush()
         self._settle()
 
     def _settle(self) -> None:
@@ -311,7 +317,7 @@ class Passes:
         if self.key is not None:
             self.after_step.sync_params(self.units[0])
             self.units[0].unshard_wait()
-        else:
+        elif self.between.memory:
             self.between.refresh()
 
     def under_way(self) -> str | None:
@@ -596,7 +602,7 @@ class Passes:
             self._close()
         if not is_same(settings):  # after ``_close``: it raises on all ranks, and no pass may be open then
             self._refuse_settings()
-        if self._scope is None:
+        if self._scope is None and self.between.memory:
             self.between.refresh()
         if self._scope is not None:
             self.begin(self._scope.key, evaluation=self._scope.evaluation)

@@ -135,7 +135,8 @@ class AroundStep:
                 "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."
             )
-        self.passes.between.close()
+        if self.passes.between.shown:
+            self.passes.between.close()
         self.passes.forget_failed()
         self.after_step.wait_for_all()
         self.passes.sharded_grads.forget_cleared()

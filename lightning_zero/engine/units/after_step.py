@@ -10,8 +10,8 @@
 The next backward, and everything that reads values, waits for all steps.
 
 A *param sync* all-gathers a bucket whose compute parameters are replicated and whose masters are not (stages 1 and 2,
-and offload). All ranks issue param syncs in the order of units, each after its bucket's step. It writes to the memory of
-views that users have kept (`weight.detach()`), whose reads no hook reports: then `step()` itself waits for the sync.
+and offload). All ranks issue param syncs in the order of units, each after its bucket's step. A sync writes to the
+memory of views that users keep (`weight.detach()`), and nothing reports their reads. So `step()` waits for such syncs.
 """
 
 from __future__ import annotations

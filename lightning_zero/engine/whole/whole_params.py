@@ -103,7 +103,8 @@ def show_gathered(
     engine.passes.between.close()
     with set_aside(engine):
         yield from _shown(engine, params, from_rank, grads)
-    engine.passes.between.refresh()
+    if engine.passes.between.memory:
+        engine.passes.between.refresh()
 
 
 def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None, grads: bool) -> Iterator[None]:
