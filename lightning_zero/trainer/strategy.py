@@ -517,14 +517,23 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             step_plateau_schedulers(self.lightning_module.trainer)
 
     def _evaluate(self, key: str, step: Any, args: Any, kwargs: Any) -> Any:
-        starts = self._evaluation_starts
-        if starts:  # only once: evaluation changes no buffers, and ranks may have different numbers of batches
-            self._evaluation_starts = False
-            if self._sends_buffers:
-                self.engine.passes.buffers.sync(evaluates=True)
+        starts = self._sync_buffers_once()
         self._sequences.check(key, step, args, kwargs, together=starts)
         with self.engine.step_scope(key, evaluation=True):
             return self._sequences.evaluation_step(step, *args, **kwargs)
+
+    def _sync_buffers_once(self) -> bool:
+        """Send buffers before the first step of an evaluation, which changes none. Return whether it is the first."""
+        starts, self._evaluation_starts = self._evaluation_starts, False
+        if starts and self._sends_buffers:
+            self.engine.passes.buffers.sync(evaluates=True)
+        return starts
+
+    def evaluate_nothing(self, key: str) -> None:
+        """Take part in the evaluation step ``key`` of other ranks: this rank has no batch. Collective."""
+        self._sync_buffers_once()
+        with self.engine.step_scope(key, evaluation=True):
+            pass
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

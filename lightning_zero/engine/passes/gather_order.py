@@ -39,6 +39,7 @@ class GatherOrder:
     ahead: int = 0  # number of uses whose gather had been issued before
     missed: int = 0  # number of uses that had to issue their gather
     holds_next: bool = False  # the next gather was not issued ahead, because its unit awaits a step
+    apart: bool = False  # not all ranks have a batch: no recorded order holds
     _key: str = ""
     _cyclic: bool = False
     _cursor: Cursor | None = None
@@ -58,7 +59,7 @@ class GatherOrder:
         run through this order several times."""
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
-        follows = plan is not None and not self.dynamic
+        follows = plan is not None and not self.dynamic and not self.apart
         self._issued.pass_begins(one_path=plan is not None and follows and plan.one_path)
         self._one_path = True
         anything = any(unit.reshards for unit in self.units)  # else a pass has no gathers
@@ -174,6 +175,8 @@ class GatherOrder:
         return [] if following is None or following in wanted else [following]
 
     def _learn(self) -> None:
+        if self.apart:
+            return
         if self._key in self.plans and not self.dynamic:
             del self.plans[self._key]  # incomplete; the next pass records a whole one
             return

@@ -1,0 +1,123 @@
+"""Lets ranks have different numbers of batches.
+
+An epoch of training ends on all ranks with the last batch that all have. An evaluation goes on until all ranks are
+done: at stages that reshard, a rank that has no batch, or whose next batch is of a later loader, takes part in the
+steps of the others without running the module. Lightning's loops take batches from a data fetcher, extended here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero.lightning_api import PrefetchDataFetcher
+from lightning_zero.trainer.adapted import adapt
+
+LAST = 2**31  # stands for a loader behind all others
+
+
+class EndsTogether(PrefetchDataFetcher):
+    """Of training. Where not all ranks know their numbers of batches, they agree after each fetch."""
+
+    strategy: Any
+    most: int | None = None  # of batches in an epoch
+    said = False
+
+    def reset(self) -> None:
+        super().reset()
+        if self.most is not None:
+            self.length, self.done = self.most, self.done or not self.most
+
+    def __iter__(self) -> Any:
+        super().__iter__()
+        self.agree()
+        return self
+
+    def __next__(self) -> Any:
+        if self.done:  # on another rank, maybe
+            raise StopIteration
+        batch = super().__next__()
+        self.agree()
+        return batch
+
+    def agree(self) -> None:
+        """End the epoch if a rank has no more batches. Collective."""
+        if self.most is not None:
+            return
+        out, more = self.strategy.engine.comm.max_(torch.tensor([self.done, not self.done], dtype=torch.int64)).tolist()
+        if out and more and not self.said:
+            self.said = True
+            table = self.strategy._gather_objects((self.fetched, self.done), "who has no batch any more")
+            _say({rank: f"{n - (not done)}{'' if done else ' and more'}" for rank, (n, done) in enumerate(table)})
+        self.done = bool(out)
+
+
+def _say(batches: dict[int, Any]) -> None:
+    found = ", ".join(f"{number} on rank {rank}" for rank, number in batches.items())
+    rank_zero_warn(f"ranks have different numbers of batches ({found}): epochs end with the last batch that all have.")
+
+
+def end_together(loop: Any) -> None:
+    """Make the epochs of ``loop``, a fit loop that has just set up its data, end on all ranks together. Collective."""
+    trainer, fetcher = loop.trainer, loop._data_fetcher
+    strategy = trainer.strategy
+    if not isinstance(fetcher, PrefetchDataFetcher) or isinstance(fetcher, EndsTogether) or strategy.world_size == 1:
+        return
+    lengths = strategy._gather_objects(fetcher.length, "numbers of training batches")
+    if None not in lengths:
+        if len(set(lengths)) == 1:
+            return
+        _say(dict(enumerate(lengths)))
+    adapt([fetcher], (EndsTogether,))
+    fetcher.strategy = strategy
+    if None in lengths:
+        fetcher.agree()
+        return
+    loop.max_batches = fetcher.most = fetcher.length = min(lengths)
+    fetcher.done = fetcher.fetched >= fetcher.most
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, math.inf):
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+
+class ServesOthers(PrefetchDataFetcher):
+    """Of an evaluation, at stages that reshard, where not all ranks have the same batches."""
+
+    strategy: Any
+    key: str
+
+    def __next__(self) -> Any:
+        try:
+            item = super().__next__()
+        except StopIteration:
+            item = None
+        own = LAST if item is None else item[2]
+        # Lightning reduces the metrics of a loader when the next begins, so all must be done with it.
+        while self._first(own) != own:
+            self.strategy.evaluate_nothing(self.key)
+        if item is None:
+            self.strategy.engine.passes.order.apart = False
+            raise StopIteration
+        return item
+
+    def _first(self, own: int) -> int:
+        """Return the number of the first loader that any rank has a batch of next. Collective."""
+        passes = self.strategy.engine.passes
+        high, low = passes.comm.max_(torch.tensor([own, -own], dtype=torch.int64)).tolist()
+        passes.order.apart = high != -low
+        return int(-low)
+
+
+def serve_others(loop: Any, key: str) -> None:
+    """Let the ranks of ``loop``, an evaluation that begins, have different numbers of batches. Collective."""
+    strategy, fetcher = loop.trainer.strategy, loop._data_fetcher
+    engine = strategy._engine_that_waits
+    if engine is None or engine.comm.world_size == 1 or not any(unit.reshards for unit in engine.units):
+        return
+    if isinstance(fetcher, PrefetchDataFetcher):
+        lengths = strategy._gather_objects(list(loop.max_batches), "numbers of batches of an evaluation")
+        if math.inf in lengths[0] or any(row != lengths[0] for row in lengths):
+            adapt([fetcher], (ServesOthers,))
+            fetcher.strategy, fetcher.key = strategy, key
