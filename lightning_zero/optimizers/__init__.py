@@ -10,6 +10,6 @@
     side_effects what a step changes besides tensors
     state_trees  tensors inside a parameter's state
     chunks       steps a flat slice in pieces, in a wider dtype than the slice's or its gradient's
-    low_bits     state in bf16 or in 8 bits
+    low_bits     state in bf16
     loss_scale   the dynamic loss scale for fp16
 """

@@ -53,6 +53,7 @@ def probe(
         together, apart = (Trial(optimizer, dtype_of, device, most_true=trial.MOST_TRUE) for _ in range(2))
         try:
             together.run()
+            together.refuse_wrapped_state()
             apart.run_apart()
         except ConfigError:
             raise

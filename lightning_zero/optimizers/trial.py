@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_zero.optimizers.known import hooks_set_aside, without_hooks
 from lightning_zero.optimizers.side_effects import HOOKS, PLAIN, Watch, take_over
@@ -74,6 +74,10 @@ class _NoMessages(TorchDispatchMode):
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch refuses to compile, as torchao's steps do
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -272,6 +276,18 @@ class Trial:
             step_of(self.optimizer)(self.optimizer, closure)
         if len(calls) > 1 or not all(calls):
             raise calls_its_closure(self.optimizer)
+
+    def refuse_wrapped_state(self) -> None:
+        """Raise ConfigError if tensors of state wrap others (torchao), which tiers and checkpoints do not reach."""
+        for small in self._small:
+            for name, leaf in leaves_of(self.optimizer.state.get(small.tensor, {})):
+                if is_traceable_wrapper_subclass(leaf):
+                    kind = type(self.optimizer)
+                    raise ConfigError(
+                        f"optimizer: expected state in plain tensors, got a {type(leaf).__name__}, {name!r} of "
+                        f"{kind.__module__}.{kind.__qualname__}. Use bitsandbytes.optim.AdamW8bit, or "
+                        "torch.optim.AdamW with zero.optimizer.state_dtype=bf16."
+                    )
 
     def result(self) -> list[Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]

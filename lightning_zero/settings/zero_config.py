@@ -155,7 +155,12 @@ class ZeroConfig:
         for key, got, only, why in (
             ("zero.sequence_parallel", self.sequence_parallel, 1, "a batch is shared one way or the other"),
             ("zero/compile", self.compile.name, Compile.none, "a compiled graph would not see the split parameters"),
-            ("zero.optimizer.state_dtype", self.optimizer.state_dtype, StateDtype.fp32, "blocks are not cut"),
+            (
+                "zero.optimizer.state_dtype",
+                self.optimizer.state_dtype,
+                StateDtype.fp32,
+                "it counts elements of whole ones",
+            ),
             ("zero.gather_after_fit", self.gather_after_fit, None, "each rank keeps its part of the module"),
             ("zero.precision.float8", self.precision.float8, Float8.none, "torchao's layers are not split"),
         ):
