@@ -8,7 +8,7 @@ same shape and strides, and has values during a step only. It is the key of the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -136,18 +136,14 @@ class Owned:
         found: dict[str, Any] = self.optimizer.state.get(tensor.key, {})
         return found
 
-    def move_to_tier(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
-        """Move the bucket's optimizer state on this rank to the tier of the masters, whose storage must be open.
-        ``only``: move only the state of these tensors; None: of all."""
+    def move_to_tier(self, bucket: Bucket) -> None:
+        """Move the bucket's optimizer state on this rank to the tier of the masters, whose storage must be open."""
         if bucket.plan.storage_tier is Tier.device:
             return
         before = self._flat_states.get(bucket, {})
         now: dict[WholeTensor, FlatStates] = {}
         for tensor in self.here(bucket):
             known_of = before.get(tensor, {})
-            if only is not None and tensor not in only:
-                now[tensor] = known_of
-                continue
             state, at_rest = self.state(tensor), self._at_rest.pop(tensor, {})
             # At first a copy: parameters may share a tensor, or the class may keep it (a table of bitsandbytes).
             if not known_of or any(not _is_alone(leaf) for _, leaf in leaves_of(state)):

@@ -5,7 +5,7 @@ rank calls the class's own ``step`` once, on the tensors that it owns, in the pa
 units bring masters and gradients to the owners before, and new masters back after it. Replicated tensors are stepped in
 place::
 
-    open 0 | send 0 | arrive 0 | open 1 | send 1 | arrive 1 | step all | send back 0 | land 0 | send back 1 | land 1
+    open 0, 1 | bring 0 | open 2 | bring 1 | bring 2 | step all | give back 0 | give back 1 | give back 2
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.reduction import Pending
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import Stepper
@@ -300,11 +299,9 @@ class WholeOptimizer(Stepper):
 
     def _step_once(self, messages: Sequence[Message]) -> None:
         for message, following in zip(messages, [*messages[1:], None], strict=True):
-            message.open()
             if following is not None:
                 following.begin_open()
-            message.send()
-            message.arrive()
+            message.bring()
         here = [tensor for message in messages for tensor in message.here]
         lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
         for tensor in sorted(here, key=lambda tensor: tensor.place):
@@ -319,8 +316,7 @@ class WholeOptimizer(Stepper):
         for tensor in here:
             tensor.key.grad = None
         for message in messages:
-            message.send_back()
-            error = message.land() or error
+            error = message.give_back() or error
         for message in messages:
             message.wait_for_rest()
         self._agree(effects, error)
@@ -344,11 +340,14 @@ class WholeOptimizer(Stepper):
             raise error
 
 
+Flat = tuple[Tensor, Tensor | None]  # values and gradient, or None
+
+
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
 class Message:
-    """Tensors that are sent at one time. All ranks call the methods in the order of their definitions.
+    """Tensors that are sent at one time.
 
     ``tensors`` includes tensors that other ranks own. ``used``: ids of the parameters that have a gradient. ``find``:
     returns this rank's route of the tensors that travel.
@@ -369,120 +368,109 @@ class Message:
         self.here = [tensor for tensor in tensors if tensor.is_here]
         there = tuple(transfer_of(tensor, self.buckets, self._with_grad) for tensor in self._travel)
         self._route = find(self.buckets, there) if there else None
-        self._pending: Pending | None = None
-        self._flat: dict[int, tuple[Tensor, Tensor | None]] = {}  # received values and gradients, by id of the tensor
         first = self.buckets[0].label
         self._label = first if len(self.buckets) == 1 else f"{first} and {len(self.buckets) - 1} more"
-
-    # -- to the owners --------------------------------------------------------------------------------------------
 
     def begin_open(self) -> None:
         for bucket in self.buckets:
             bucket.storage.begin_open()
 
-    def open(self) -> None:
+    def bring(self) -> None:
+        """Send shards of masters and gradients to the owners, and give this rank's full parameters their values and
+        gradients. Collective."""
         for bucket in self.buckets:
             bucket.storage.open(to_write=True)
+        came = {} if self._route is None else self._exchanged(self._route)
+        for tensor in self.here:
+            if tensor.travels:
+                (values, grad), info = came.pop(id(tensor)), tensor.info
+                shaped = None if grad is None else grad.as_strided(info.shape, info.strides)
+                self._owned.show(tensor, values.as_strided(info.shape, info.strides), shaped)
+            else:
+                self._owned.show(tensor, *self._in_place(tensor))
 
-    def send(self) -> None:
-        """Start sending shards of masters and gradients to the owners. Collective."""
-        if (route := self._route) is None:
-            return
+    def _exchanged(self, route: Route) -> dict[int, Flat]:
+        """Exchange shards for the whole tensors that this rank owns. Return values and gradient by id of the tensor."""
         data = torch.empty(sum(route.own_sizes), dtype=torch.uint8, device=self._comm.device)
         for piece, tensor in self._pieces(route.own):
+            values, grad = self._shards(tensor)
             part = slice(piece.start, piece.start + piece.numel)
-            master = tensor.bucket.master
-            _at(data, piece.value, piece.numel, master.dtype).copy_(master[part])
-            if id(tensor.info.param) in self._with_grad:
-                grad = tensor.bucket.grad
-                assert grad is not None
+            _at(data, piece.value, piece.numel, values.dtype).copy_(values[part])
+            if grad is not None:
                 _at(data, piece.grad, piece.numel, grad.dtype).copy_(grad[part])
-        self._pending = self._comm.exchange_parts(
-            data, route.own_sizes, route.owned_sizes, f"{self._label} (whole tensors)"
-        )
+        label = f"{self._label} (whole tensors)"
+        data = self._comm.exchange_parts(data, route.own_sizes, route.owned_sizes, label).wait()
+        found: dict[int, Flat] = {}
+        for tensor in self._travel:
+            if tensor.is_here:
+                whole = torch.empty(tensor.info.numel, dtype=tensor.bucket.dtypes.master, device=self._comm.device)
+                found[id(tensor)] = whole, torch.empty_like(whole) if self._has_grad(tensor) else None
+        for piece, tensor in self._pieces(route.owned):
+            values, grad = found[id(tensor)]
+            part = slice(piece.offset, piece.offset + piece.numel)
+            values[part].copy_(_at(data, piece.value, piece.numel, values.dtype))
+            if grad is not None:
+                grad[part].copy_(_at(data, piece.grad, piece.numel, tensor.bucket.dtypes.grad))
+        for piece, tensor in self._pieces(route.kept):
+            own = slice(piece.start, piece.start + piece.numel)
+            for target, shard in zip(found[id(tensor)], self._shards(tensor), strict=True):
+                if target is not None and shard is not None:
+                    target[piece.offset : piece.offset + piece.numel].copy_(shard[own])
+        return found
 
-    def arrive(self) -> None:
-        """Wait for the message of :meth:`send`, and give this rank's full parameters their values and gradients."""
-        if self._pending is not None and self._route is not None:
-            data, self._pending = self._pending.wait(), None
-            for tensor in self._travel:
-                if tensor.is_here:
-                    whole = torch.empty(tensor.info.numel, dtype=tensor.bucket.dtypes.master, device=self._comm.device)
-                    has_grad = id(tensor.info.param) in self._with_grad
-                    self._flat[id(tensor)] = whole, torch.empty_like(whole) if has_grad else None
-            for piece, tensor in self._pieces(self._route.owned):
-                values, grad = self._flat[id(tensor)]
-                part = slice(piece.offset, piece.offset + piece.numel)
-                values[part].copy_(_at(data, piece.value, piece.numel, values.dtype))
-                if grad is not None:
-                    grad[part].copy_(_at(data, piece.grad, piece.numel, tensor.bucket.dtypes.grad))
-            del data
-            for piece, tensor in self._pieces(self._route.kept):
-                values, grad = self._flat[id(tensor)]
-                part = slice(piece.offset, piece.offset + piece.numel)
-                own = slice(piece.start, piece.start + piece.numel)
-                values[part].copy_(tensor.bucket.master[own])
-                if grad is not None and tensor.bucket.grad is not None:
-                    grad[part].copy_(tensor.bucket.grad[own])
-        for tensor in self.here:
-            values, grad = self._flat[id(tensor)] if tensor.travels else self._in_place(tensor)
-            shaped = values.as_strided(tensor.info.shape, tensor.info.strides) if tensor.travels else values
-            if grad is not None and tensor.travels:
-                grad = grad.as_strided(tensor.info.shape, tensor.info.strides)
-            self._owned.show(tensor, shaped, grad)
-        self._flat = {}  # full parameters hold the values
+    def _has_grad(self, tensor: WholeTensor) -> bool:
+        return id(tensor.info.param) in self._with_grad
 
-    def _in_place(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
+    def _shards(self, tensor: WholeTensor) -> Flat:
+        """Return this rank's masters of the tensor's bucket, and their gradient if the tensor has one."""
+        return tensor.bucket.master, tensor.bucket.grad if self._has_grad(tensor) else None
+
+    def _in_place(self, tensor: WholeTensor) -> Flat:
         """Return values and gradient (or None) of a tensor that is whole here: views on a device, else copies."""
         bucket, device = tensor.bucket, self._comm.device
-        values = bucket.part_of(bucket.master, tensor.info).detach().to(device)
-        if id(tensor.info.param) not in self._with_grad:
-            return values, None
-        assert bucket.grad is not None
-        return values, bucket.part_of(bucket.grad, tensor.info).to(device, values.dtype)
+        master, grad = self._shards(tensor)
+        values = bucket.part_of(master, tensor.info).detach().to(device)
+        return values, None if grad is None else bucket.part_of(grad, tensor.info).to(device, values.dtype)
 
-    # -- and back to the shards -------------------------------------------------------------------------------------
-
-    def send_back(self) -> None:
-        """Start sending the stepped values of this rank's tensors back to the ranks of their shards. Collective."""
+    def give_back(self) -> Exception | None:
+        """Send the stepped values of this rank's tensors back to the ranks of their shards, and write masters and state
+        to storages. Collective. If a write fails, return its error: other ranks wait for this rank, so it must not
+        raise now."""
         for tensor in self.here:
             if not tensor.travels:
                 place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
                 if tensor.key.data_ptr() != place.data_ptr() or tensor.key.device != place.device:
                     place.copy_(tensor.key.detach())
-        if (route := self._route) is not None:
-            flat = {id(tensor): tensor.info.flattened(tensor.key.detach()) for tensor in self.here if tensor.travels}
-            data = torch.empty(sum(route.owned_back), dtype=torch.uint8, device=self._comm.device)
-            for piece, tensor in self._pieces(route.owned):
-                part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
-                _at(data, piece.back, piece.numel, part.dtype).copy_(part)
-            for piece, tensor in self._pieces(route.kept):
-                part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
-                tensor.bucket.master[piece.start : piece.start + piece.numel].copy_(part)
-            del flat
-            label = f"{self._label} (stepped)"
-            self._pending = self._comm.exchange_parts(data, route.owned_back, route.own_back, label)
+        if self._route is not None:
+            self._return(self._route)
         for tensor in self.here:
             self._owned.hide(tensor)
-
-    def land(self) -> Exception | None:
-        """Wait for stepped values; write masters and state to storages. If a write fails, return its error: other ranks
-        wait for this rank, so it must not raise now. Else return None."""
         failed: Exception | None = None
-        if self._pending is not None and self._route is not None:
-            data, self._pending = self._pending.wait(), None
-            for piece, tensor in self._pieces(self._route.own):
-                master = tensor.bucket.master
-                part = master[piece.start : piece.start + piece.numel]
-                part.copy_(_at(data, piece.back, piece.numel, master.dtype))
         for bucket in self.buckets:
             try:
-                self._owned.move_to_tier(bucket, self.here)
+                self._owned.move_to_tier(bucket)
             except Exception as error:
                 failed = error
             bucket.copy_master_to_params()
             bucket.storage.close(changed=True)
         return failed
+
+    def _return(self, route: Route) -> None:
+        flat = {id(tensor): tensor.info.flattened(tensor.key.detach()) for tensor in self.here if tensor.travels}
+        data = torch.empty(sum(route.owned_back), dtype=torch.uint8, device=self._comm.device)
+        for piece, tensor in self._pieces(route.owned):
+            part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
+            _at(data, piece.back, piece.numel, part.dtype).copy_(part)
+        for piece, tensor in self._pieces(route.kept):
+            part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
+            tensor.bucket.master[piece.start : piece.start + piece.numel].copy_(part)
+        del flat
+        pending = self._comm.exchange_parts(data, route.owned_back, route.own_back, f"{self._label} (stepped)")
+        data = pending.wait()
+        for piece, tensor in self._pieces(route.own):
+            master = tensor.bucket.master
+            part = master[piece.start : piece.start + piece.numel]
+            part.copy_(_at(data, piece.back, piece.numel, master.dtype))
 
     def wait_for_rest(self) -> None:
         for bucket in self.buckets:
