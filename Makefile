@@ -74,9 +74,9 @@ test-full: $(STAMP) ## all cases that make test leaves out, in an hour or more
 
 # Next to the environment, so that all other tests see the libraries that users have too.
 EXTRAS := $(abspath $(VENV))/extras
-EXTRA_TESTS := tests/engine/test_float8.py tests/trainer/test_packed.py tests/test_examples.py
+EXTRA_TESTS := tests/engine/test_float8.py tests/engine/test_low_bit_classes.py tests/trainer/test_packed.py tests/test_examples.py
 
-test-extras: $(STAMP) ## 4-bit weights and float8, whose libraries take 50 MB to download
+test-extras: $(STAMP) ## 4-bit weights, 8-bit optimizers and float8, whose libraries take 50 MB to download
 	$(PY) -m pip install -q --no-deps --upgrade --target $(EXTRAS) 'bitsandbytes>=0.50' 'torchao>=0.18'
 	PYTHONPATH=$(EXTRAS) $(PYTEST) --tier=all $(EXTRA_TESTS) -k 'float8 or packed or qlora' $(ARGS)
 

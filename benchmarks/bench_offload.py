@@ -6,7 +6,7 @@ the read and write rates R and W of the disk, which are measured first, through 
 measured.
 
     python -m benchmarks.bench_offload --nvme /path/on/a/local/disk
-    python -m benchmarks.bench_offload --states    # steps with state in fp32, bf16 and int8, by turns
+    python -m benchmarks.bench_offload --states    # steps with state in fp32 and bf16, by turns
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LARGE = {"vocab_size": 8192, "n_layer": 22, "n_head": 16, "d_model": 1024, "bloc
 
 
 WIDTH, BLOCKS = 2048, 12  # of the model whose optimizer alone is stepped: 50 M parameters
-STATES = ("fp32", "bf16", "int8")
+STATES = ("fp32", "bf16")
 
 
 class InFiles:

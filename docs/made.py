@@ -47,7 +47,7 @@ MORE = {
     "zero/checkpoint": "checkpoints.md",
     "zero.checkpoint.background": "checkpoints.md#behind-training",
     "zero.optimizer.sharding": "optimizers.md",
-    "zero.optimizer.state_dtype": "offload.md#state-in-bf16-or-8-bits",
+    "zero.optimizer.state_dtype": "offload.md#state-in-bf16",
     "zero/compile": "#torchcompile",
     "zero.timeline": "monitoring.md#timeline",
     "zero.init_from": "checkpoints.md#hugging-face",

@@ -117,7 +117,7 @@ def _make_stepper(engine: Engine, around_step: AroundStep, optimizer: Optimizer)
             around_step,
             engine.comm,
             {bucket: number for number, bucket in enumerate(engine.buckets)},
-            window_nbytes=engine.config.reduce_bucket_bytes,
+            message_nbytes=engine.config.reduce_bucket_bytes,
             unprobed=settings.sharding is Sharding.tensors,
         )
     return ShardedOptimizer(

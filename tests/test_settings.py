@@ -105,7 +105,7 @@ def test_messages_name_arguments_to_callers_from_python(text: str, told: str) ->
     ({"unit": "Block"}, "zero.unit: expected a mapping of settings, or UnitConfig", "'Block'"),
     ({"unit": ["Block"]}, "zero.unit: expected a mapping", "Write zero.unit.classes=[Block]."),
     ({"unit": ("Block",)}, "zero.unit: expected a mapping", "Write zero.unit.classes=[Block]."),
-    ({"optimizer": "int8"}, "zero.optimizer: expected a mapping", "Write zero.optimizer.state_dtype=int8."),
+    ({"optimizer": "bf16"}, "zero.optimizer: expected a mapping", "Write zero.optimizer.state_dtype=bf16."),
     ({"stage": True}, "zero/stage: expected one of", "True"),
     ({"prefetch_bytes": "1MO"}, "zero.prefetch_bytes: expected a size such as 80GB", "'1MO'"),
     ({"offload": "gpu"}, "zero/offload: expected one of none", "Write zero/offload=none."),
@@ -181,12 +181,12 @@ def test_mappings_paths_and_tuples_become_the_dataclasses(tmp_path: Path) -> Non
     config = make_config(
         init_from=tmp_path,
         unit={"classes": ("Block",), "max_bytes": 8},
-        optimizer=MappingProxyType({"state_dtype": "int8"}),
+        optimizer=MappingProxyType({"state_dtype": "bf16"}),
         precision={"name": "bf16", "reduce_dtype": "bf16"},
     )
     assert config.init_from == str(tmp_path)
     assert config.unit == UnitConfig(classes=["Block"], max_bytes=8)
-    assert config.optimizer == OptimizerConfig(state_dtype=StateDtype.int8)
+    assert config.optimizer == OptimizerConfig(state_dtype=StateDtype.bf16)
     assert config.precision == PrecisionConfig(name=Precision.bf16, reduce_dtype=DType.bf16)
 
 

@@ -8,7 +8,7 @@ same shape and strides, and has values during a step only. It is the key of the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,6 +57,7 @@ class WholeTensor:
 
 
 Key = tuple[Bucket, int]  # bucket and slot
+_NESTED = "__bnb_optimizer_quant_state__"
 FlatStates = dict[int, tuple[Tensor, Tensor]]  # id of a state tensor -> (the tensor, its flat view in a storage)
 
 
@@ -135,21 +136,18 @@ class Owned:
         found: dict[str, Any] = self.optimizer.state.get(tensor.key, {})
         return found
 
-    def move_to_tier(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
-        """Move the bucket's optimizer state on this rank to the tier of the masters, whose storage must be open.
-        ``only``: move only the state of these tensors; None: of all."""
+    def move_to_tier(self, bucket: Bucket) -> None:
+        """Move the bucket's optimizer state on this rank to the tier of the masters, whose storage must be open."""
         if bucket.plan.storage_tier is Tier.device:
             return
         before = self._flat_states.get(bucket, {})
         now: dict[WholeTensor, FlatStates] = {}
         for tensor in self.here(bucket):
             known_of = before.get(tensor, {})
-            if only is not None and tensor not in only:
-                now[tensor] = known_of
-                continue
             state, at_rest = self.state(tensor), self._at_rest.pop(tensor, {})
-            if any(not _is_alone(leaf) for _, leaf in leaves_of(state)):
-                state = map_leaves(state, partial(_alone, at_rest))
+            # At first a copy: parameters may share a tensor, or the class may keep it (a table of bitsandbytes).
+            if not known_of or any(not _is_alone(leaf) for _, leaf in leaves_of(state)):
+                state = map_leaves(state, partial(_alone, at_rest, not known_of))
                 self.optimizer.state[tensor.key] = state
             now[tensor] = {}
             for _, leaf in leaves_of(state):
@@ -254,9 +252,10 @@ def _is_alone(leaf: Tensor) -> bool:
     return alone and strides_of(leaf) == leaf.stride() and leaf.device.type == "cpu"
 
 
-def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
-    """Return ``leaf`` if it has a host storage of its own; else a host copy, in ``before[name]`` if that fits."""
-    if _is_alone(leaf):
+def _alone(before: Mapping[str, Tensor], is_first: bool, name: str, leaf: Tensor) -> Tensor:
+    """Return ``leaf`` if it has a host storage of its own, and ``is_first`` is false; else a host copy, in
+    ``before[name]`` if that fits."""
+    if _is_alone(leaf) and not is_first:
         return leaf
     at_rest = before.get(name)
     if at_rest is not None and _leaf("", at_rest) == _leaf("", leaf):
@@ -276,7 +275,10 @@ def _taken(state: Mapping[str, Any], tensor: WholeTensor, device: torch.device, 
             strides = tensor.info.strides
         else:  # tensors in files are contiguous
             strides = torch.empty(value.shape, device="meta").stride() if leaf is not value else strides_of(value)
-        dtype = dtype_of(tensor, name) or value.dtype
+        # Not codes, of which a trial with small tensors may have shown none (bitsandbytes).
+        dtype = (dtype_of(tensor, name) if value.is_floating_point() else None) or value.dtype
         return torch.empty_strided(value.shape, strides, dtype=dtype, device=device).copy_(value.detach())
 
+    # The state_dict() of bitsandbytes nests tensors, to hide them from FSDP.
+    state = {k: v for k, v in state.items() if k != _NESTED} | dict(state.get(_NESTED, {}))
     return {name: map_tree(value, take, name) for name, value in state.items()}

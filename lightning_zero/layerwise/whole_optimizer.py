@@ -1,17 +1,16 @@
 """Step whole tensors with the user's optimizer, each on the rank that owns it.
 
-This is for optimizers that need all of a tensor (Muon, Adafactor, Shampoo, SOAP, LAMB), and for unknown classes. A step
-goes through windows of adjacent units: it sends a window's masters and gradients to the owners, calls the class's own
-``step`` on tensors of the parameters' shapes, and sends new masters back. Replicated tensors are stepped in place::
+This is for optimizers that need all of a tensor (Muon, Adafactor, Shampoo, SOAP, LAMB), and for unknown classes. Every
+rank calls the class's own ``step`` once, on the tensors that it owns, in the parameters' shapes. Messages of adjacent
+units bring masters and gradients to the owners before, and new masters back after it. Replicated tensors are stepped in
+place::
 
-    main     | arrive 0 | step 0 ............ | arrive 1 | land 0 | step 1 ............ | arrive 2 ...
-    messages | send 0   | send 1 ..           | send back 0 ..    | send 2 ..           | send back 1 ..
+    open 0, 1 | bring 0 | open 2 | bring 1 | bring 2 | step all | give back 0 | give back 1 | give back 2
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,7 +21,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.reduction import Pending
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import Stepper
@@ -33,18 +31,20 @@ from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.layerwise.owned import Owned, WholeTensor
 from lightning_zero.optimizers.known import hooks_set_aside
 from lightning_zero.optimizers.probe import probe
+from lightning_zero.optimizers.side_effects import Effects, Watch, listed, take_over
 from lightning_zero.optimizers.state_trees import Leaf, StateShape
 from lightning_zero.optimizers.trial import step_of
-from lightning_zero.optimizers.windowed import Outcome, StepInParts, keep
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.owners import (
+    MessageBytes,
     Piece,
     Route,
     Transfer,
     choose_owners,
     find_route,
     matrix_work,
-    split_windows,
+    message_bytes,
+    split_messages,
     step_peak,
 )
 from lightning_zero.planning.placement import Placement, StageRow, Tier
@@ -58,7 +58,6 @@ _PARTIAL = (
     "The step was partial: some tensors had been stepped when this was raised. Before training goes on, load the last "
     "checkpoint."
 )
-_FINE, _TELLS, _FAILED = range(3)  # how a step ended on a rank; _TELLS: it has an outcome for the other ranks
 
 
 class WholeOptimizer(Stepper):
@@ -69,16 +68,16 @@ class WholeOptimizer(Stepper):
         comm: Communicator,
         numbers: Mapping[Bucket, int],
         *,
-        window_nbytes: int,
+        message_nbytes: int,
         unprobed: bool = False,
     ) -> None:
         super().__init__(optimizer, around)
         self._comm, self._numbers = comm, numbers  # the index of each bucket, in the order of units
-        self._window_nbytes = window_nbytes  # of gradients that are sent at a time
+        self._message_nbytes = message_nbytes  # of gradients that are sent at a time
         self._unprobed = unprobed  # accept an optimizer that could not be tried
         self._try()
         self.owned = Owned(optimizer)
-        self._windows: list[list[WholeTensor]] = []
+        self._messages: list[list[WholeTensor]] = []
         self._arranged: list[tuple[int, int, int]] = []
 
         @lru_cache(MOST_ROUTES)  # the set of parameters with gradients may change from step to step
@@ -162,6 +161,12 @@ class WholeOptimizer(Stepper):
                 "tensors at stages 1 to 3. Use an optimizer that steps each tensor by itself, or choose "
                 "zero/stage=zero0."
             )
+        if failed is not None and self.probed.apart and not self._unprobed:
+            raise ConfigError(
+                f"zero.optimizer.sharding: expected a step that works on some of the tensors, got {kind}, whose step "
+                f"fails if a param group lists none: {type(failed).__name__}: {failed}. Ranks step different tensors "
+                "at stages 1 to 3. Let the step pass over empty param groups, or choose zero/stage=zero0."
+            ) from failed
         if failed is not None and not self._unprobed:
             raise ConfigError(
                 f"zero.optimizer.sharding: {kind} could not be tried, to see if it steps each tensor by itself: "
@@ -223,19 +228,26 @@ class WholeOptimizer(Stepper):
     def step_peak(self) -> int:
         self._follow_groups()
         every = {id(tensor.info.param) for tensor in self.owned.tensors.values()}
-        windows = [[t for t in window if t.travels] for window in self._windows]
-        routes, values = [], []
-        for window in filter(None, windows):
-            buckets = tuple(dict.fromkeys(t.bucket for t in window))
-            routes.append(self._find_route(buckets, tuple(transfer_of(t, buckets, every) for t in window)))
-            own = [t for t in window if t.is_owner]
-            values.append(sum(t.info.numel * t.bucket.dtypes.master.itemsize for t in own))
-        return step_peak(routes, values, values)
+        messages = []
+        for message in self._messages:
+            travel = [tensor for tensor in message if tensor.travels]
+            buckets = tuple(dict.fromkeys(tensor.bucket for tensor in travel))
+            transfers = tuple(transfer_of(t, buckets, every) for t in travel)
+            sent = message_bytes(self._find_route(buckets, transfers)) if transfers else MessageBytes()
+            copied = [t for t in message if t.is_here and (t.travels or self._is_copied(t))]
+            values = sum(t.info.numel * t.bucket.dtypes.master.itemsize for t in copied)
+            state = sum(sum(self._state_nbytes(t)) for t in copied if self._is_copied(t))
+            messages.append(sent._replace(values=values + state, grads=values))
+        return step_peak(messages)
 
-    # -- owners and windows -----------------------------------------------------------------------------------------
+    def _is_copied(self, tensor: WholeTensor) -> bool:
+        """Return whether what rests off the device is copied to it for a step."""
+        return self._comm.device.type != "cpu" and tensor.bucket.plan.storage_tier is not Tier.device
+
+    # -- owners and messages ----------------------------------------------------------------------------------------
 
     def _follow_groups(self) -> None:
-        """If param groups have changed, choose owners of new and newly trainable parameters, and make new windows."""
+        """If param groups have changed, choose owners of new and newly trainable parameters, and make new messages."""
         wanted = [
             WholeTensor(place.bucket, place.info, -1, group, number)
             for group, places in enumerate(self.places())
@@ -252,19 +264,14 @@ class WholeOptimizer(Stepper):
             self._try()
         known = [self.owned.tensors.get((t.bucket, t.info.slot)) for t in wanted]
         nbytes = [t.info.numel * t.bucket.dtypes.grad.itemsize for t in wanted]
-        limit = self._window_nbytes
-        if self.probed.couples or not any(t.travels or t.bucket.plan.storage_tier is not Tier.device for t in wanted):
-            limit = sys.maxsize  # nothing is sent: one call, as in one process
-        windows = split_windows(nbytes, [t.bucket.plan.unit for t in wanted], limit)
+        messages = split_messages(nbytes, [t.bucket.plan.unit for t in wanted], self._message_nbytes)
         costs = [matrix_work(t.info.shape) for t in wanted]
-        owners = choose_owners(
-            costs, windows, self._comm.shard_size, [t.owner if t is not None else None for t in known]
-        )
+        owners = choose_owners(costs, self._comm.shard_size, [t.owner if t is not None else None for t in known])
         for tensor, owner in zip(wanted, owners, strict=True):
             tensor.owner = owner
         self.owned.take(wanted)
         tensors = [self.owned.tensors[t.bucket, t.info.slot] for t in wanted]
-        self._windows = [[tensors[place] for place in window] for window in windows]
+        self._messages = [[tensors[place] for place in message] for message in messages]
         self._arranged = arranged
         self._find_route.cache_clear()
 
@@ -272,14 +279,11 @@ class WholeOptimizer(Stepper):
 
     def _step(self, used: set[int]) -> set[Bucket]:
         self._follow_groups()
-        tensors = [tensor for window in self._windows for tensor in window]
+        tensors = [tensor for message in self._messages for tensor in message]
         # If no tensor has a gradient, ``step`` still gets all tensors: the class may count its steps.
         every = self.probed.steps_all or self.probed.couples or not any(id(t.info.param) in used for t in tensors)
         changed = {t.bucket for t in tensors if every or id(t.info.param) in used}
-        listed = [[tensor for tensor in window if tensor.bucket in changed] for window in self._windows]
-        windows = [Window(window, used, self.owned, self._comm, self._find_route) for window in listed if window]
-        for place, window in enumerate(windows):
-            window.completes.difference_update(*(later.buckets for later in windows[place + 1 :]))
+        sent = [[tensor for tensor in message if tensor.bucket in changed] for message in self._messages]
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -288,72 +292,62 @@ class WholeOptimizer(Stepper):
             recording.span("step", f"{len(changed)} buckets"),
             hooks_set_aside(self.optimizer),  # also where a class calls the step of its base
         ):
-            self._step_windows(windows)
+            self._step_once([Message(ts, used, self.owned, self._comm, self._find_route) for ts in sent if ts])
         self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers check this attribute
-        self.owned.stepped(tensor for window in listed for tensor in window)
+        self.owned.stepped(tensor for message in sent for tensor in message)
         return changed
 
-    def _step_windows(self, windows: Sequence[Window]) -> None:
-        error: Exception | None = None
-        before: list[Window] = []
-        with StepInParts(self.optimizer, step_of(self.optimizer), hides_empty=self.probed.hides_empty) as parts:
-            for place, window in enumerate(windows):
-                following = windows[place + 1] if place + 1 < len(windows) else None
-                if not place:
-                    window.open()
-                    window.send()
-                if following is not None:
-                    following.begin_open()
-                window.arrive()
-                for last in before:
-                    error = last.land() or error
-                if following is not None:
-                    following.open()
-                    following.send()
-                try:
-                    if error is None and window.here:
-                        lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
-                        for tensor in sorted(window.here, key=lambda tensor: tensor.place):
-                            lists[tensor.group].append((tensor.place, tensor.key))
-                        parts.call(lists)
-                except Exception as raised:
-                    # Go on with the messages, for which other ranks wait. All raise after the last window.
-                    error = raised
-                window.send_back()
-                for last in before:
-                    last.wait_for_rest()
-                before = [window]
-            for last in before:
-                error = last.land() or error
-                last.wait_for_rest()
-        self._agree(parts.outcome, error)
+    def _step_once(self, messages: Sequence[Message]) -> None:
+        for message, following in zip(messages, [*messages[1:], None], strict=True):
+            if following is not None:
+                following.begin_open()
+            message.bring()
+        here = [tensor for message in messages for tensor in message.here]
+        lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
+        for tensor in sorted(here, key=lambda tensor: tensor.place):
+            lists[tensor.group].append((tensor.place, tensor.key))
+        before, error = Watch(self.optimizer), None
+        try:
+            with listed(self.optimizer, lists):
+                step_of(self.optimizer)(self.optimizer)
+        except Exception as raised:
+            error = raised  # go on with the messages, for which other ranks wait; all raise after the last one
+        effects = before.effects([bool(tensors) for tensors in lists])
+        for tensor in here:
+            tensor.key.grad = None
+        for message in messages:
+            error = message.give_back() or error
+        for message in messages:
+            message.wait_for_rest()
+        self._agree(effects, error)
 
-    def _agree(self, outcome: Outcome, error: Exception | None) -> None:
-        """Raise on all ranks if the step failed on one. Else apply the settings that it changed on all. Collective."""
-        outcomes = [outcome]
+    def _agree(self, effects: Effects, error: Exception | None) -> None:
+        """Raise on all ranks if the step failed on one. Else let all ranks have the same settings. Collective."""
         if any(tensor.travels for tensor in self.owned.tensors.values()):
-            own = _FAILED if error is not None else _TELLS if outcome.is_there else _FINE
-            most = int(self._comm.max_(torch.tensor([own], dtype=torch.uint8)))
-            what = "the step of an optimizer"
-            if most == _FAILED:
+            what, digest = "the step of an optimizer", effects.digest
+            own = torch.tensor([error is not None, digest, -digest], dtype=torch.int64)
+            has_failed, highest, lowest = self._comm.max_(own).tolist()
+            if has_failed:
                 told = None if error is None else f"{type(error).__name__}: {error}"
                 found = self._comm.all_gather_objects(told, what)
                 if error is None:
                     rank, text = next((rank, text) for rank, text in enumerate(found) if text is not None)
                     error = FailedElsewhereError(f"rank {rank} failed with {text}")
-            elif most == _TELLS:
-                outcomes = self._comm.all_gather_objects(outcome, what)
+            elif highest != -lowest:
+                take_over(self.optimizer, self._comm.all_gather_objects(effects, what))
         if error is not None:
             error.add_note(_PARTIAL)
             raise error
-        keep(self.optimizer, outcomes)
 
 
-# -- windows ----------------------------------------------------------------------------------------------------------
+Flat = tuple[Tensor, Tensor | None]  # values and gradient, or None
 
 
-class Window:
-    """Tensors that are sent and stepped at one time. All ranks call the methods in the order of their definitions.
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+class Message:
+    """Tensors that are sent at one time.
 
     ``tensors`` includes tensors that other ranks own. ``used``: ids of the parameters that have a gradient. ``find``:
     returns this rank's route of the tensors that travel.
@@ -374,124 +368,109 @@ class Window:
         self.here = [tensor for tensor in tensors if tensor.is_here]
         there = tuple(transfer_of(tensor, self.buckets, self._with_grad) for tensor in self._travel)
         self._route = find(self.buckets, there) if there else None
-        self._pending: Pending | None = None
-        self._flat: dict[int, tuple[Tensor, Tensor | None]] = {}  # received values and gradients, by id of the tensor
-        self.completes = set(self.buckets)
         first = self.buckets[0].label
         self._label = first if len(self.buckets) == 1 else f"{first} and {len(self.buckets) - 1} more"
-
-    # -- to the owners --------------------------------------------------------------------------------------------
 
     def begin_open(self) -> None:
         for bucket in self.buckets:
             bucket.storage.begin_open()
 
-    def open(self) -> None:
+    def bring(self) -> None:
+        """Send shards of masters and gradients to the owners, and give this rank's full parameters their values and
+        gradients. Collective."""
         for bucket in self.buckets:
             bucket.storage.open(to_write=True)
+        came = {} if self._route is None else self._exchanged(self._route)
+        for tensor in self.here:
+            if tensor.travels:
+                (values, grad), info = came.pop(id(tensor)), tensor.info
+                shaped = None if grad is None else grad.as_strided(info.shape, info.strides)
+                self._owned.show(tensor, values.as_strided(info.shape, info.strides), shaped)
+            else:
+                self._owned.show(tensor, *self._in_place(tensor))
 
-    def send(self) -> None:
-        """Start sending shards of masters and gradients to the owners. Collective."""
-        if (route := self._route) is None:
-            return
+    def _exchanged(self, route: Route) -> dict[int, Flat]:
+        """Exchange shards for the whole tensors that this rank owns. Return values and gradient by id of the tensor."""
         data = torch.empty(sum(route.own_sizes), dtype=torch.uint8, device=self._comm.device)
         for piece, tensor in self._pieces(route.own):
+            values, grad = self._shards(tensor)
             part = slice(piece.start, piece.start + piece.numel)
-            master = tensor.bucket.master
-            _at(data, piece.value, piece.numel, master.dtype).copy_(master[part])
-            if id(tensor.info.param) in self._with_grad:
-                grad = tensor.bucket.grad
-                assert grad is not None
+            _at(data, piece.value, piece.numel, values.dtype).copy_(values[part])
+            if grad is not None:
                 _at(data, piece.grad, piece.numel, grad.dtype).copy_(grad[part])
-        self._pending = self._comm.exchange_parts(
-            data, route.own_sizes, route.owned_sizes, f"{self._label} (whole tensors)"
-        )
+        label = f"{self._label} (whole tensors)"
+        data = self._comm.exchange_parts(data, route.own_sizes, route.owned_sizes, label).wait()
+        found: dict[int, Flat] = {}
+        for tensor in self._travel:
+            if tensor.is_here:
+                whole = torch.empty(tensor.info.numel, dtype=tensor.bucket.dtypes.master, device=self._comm.device)
+                found[id(tensor)] = whole, torch.empty_like(whole) if self._has_grad(tensor) else None
+        for piece, tensor in self._pieces(route.owned):
+            values, grad = found[id(tensor)]
+            part = slice(piece.offset, piece.offset + piece.numel)
+            values[part].copy_(_at(data, piece.value, piece.numel, values.dtype))
+            if grad is not None:
+                grad[part].copy_(_at(data, piece.grad, piece.numel, tensor.bucket.dtypes.grad))
+        for piece, tensor in self._pieces(route.kept):
+            own = slice(piece.start, piece.start + piece.numel)
+            for target, shard in zip(found[id(tensor)], self._shards(tensor), strict=True):
+                if target is not None and shard is not None:
+                    target[piece.offset : piece.offset + piece.numel].copy_(shard[own])
+        return found
 
-    def arrive(self) -> None:
-        """Wait for the message of :meth:`send`, and give this rank's full parameters their values and gradients."""
-        if self._pending is not None and self._route is not None:
-            data, self._pending = self._pending.wait(), None
-            for tensor in self._travel:
-                if tensor.is_here:
-                    whole = torch.empty(tensor.info.numel, dtype=tensor.bucket.dtypes.master, device=self._comm.device)
-                    has_grad = id(tensor.info.param) in self._with_grad
-                    self._flat[id(tensor)] = whole, torch.empty_like(whole) if has_grad else None
-            for piece, tensor in self._pieces(self._route.owned):
-                values, grad = self._flat[id(tensor)]
-                part = slice(piece.offset, piece.offset + piece.numel)
-                values[part].copy_(_at(data, piece.value, piece.numel, values.dtype))
-                if grad is not None:
-                    grad[part].copy_(_at(data, piece.grad, piece.numel, tensor.bucket.dtypes.grad))
-            del data
-            for piece, tensor in self._pieces(self._route.kept):
-                values, grad = self._flat[id(tensor)]
-                part = slice(piece.offset, piece.offset + piece.numel)
-                own = slice(piece.start, piece.start + piece.numel)
-                values[part].copy_(tensor.bucket.master[own])
-                if grad is not None and tensor.bucket.grad is not None:
-                    grad[part].copy_(tensor.bucket.grad[own])
-        for tensor in self.here:
-            values, grad = self._flat[id(tensor)] if tensor.travels else self._in_place(tensor)
-            shaped = values.as_strided(tensor.info.shape, tensor.info.strides) if tensor.travels else values
-            if grad is not None and tensor.travels:
-                grad = grad.as_strided(tensor.info.shape, tensor.info.strides)
-            self._owned.show(tensor, shaped, grad)
+    def _has_grad(self, tensor: WholeTensor) -> bool:
+        return id(tensor.info.param) in self._with_grad
 
-    def _in_place(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
+    def _shards(self, tensor: WholeTensor) -> Flat:
+        """Return this rank's masters of the tensor's bucket, and their gradient if the tensor has one."""
+        return tensor.bucket.master, tensor.bucket.grad if self._has_grad(tensor) else None
+
+    def _in_place(self, tensor: WholeTensor) -> Flat:
         """Return values and gradient (or None) of a tensor that is whole here: views on a device, else copies."""
         bucket, device = tensor.bucket, self._comm.device
-        values = bucket.part_of(bucket.master, tensor.info).detach().to(device)
-        if id(tensor.info.param) not in self._with_grad:
-            return values, None
-        assert bucket.grad is not None
-        return values, bucket.part_of(bucket.grad, tensor.info).to(device, values.dtype)
+        master, grad = self._shards(tensor)
+        values = bucket.part_of(master, tensor.info).detach().to(device)
+        return values, None if grad is None else bucket.part_of(grad, tensor.info).to(device, values.dtype)
 
-    # -- and back to the shards -------------------------------------------------------------------------------------
-
-    def send_back(self) -> None:
-        """Start sending the stepped values of this rank's tensors back to the ranks of their shards. Collective."""
-        self._flat = {}  # frees the gradients; full parameters hold the values
+    def give_back(self) -> Exception | None:
+        """Send the stepped values of this rank's tensors back to the ranks of their shards, and write masters and state
+        to storages. Collective. If a write fails, return its error: other ranks wait for this rank, so it must not
+        raise now."""
         for tensor in self.here:
-            tensor.key.grad = None
             if not tensor.travels:
                 place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
                 if tensor.key.data_ptr() != place.data_ptr() or tensor.key.device != place.device:
                     place.copy_(tensor.key.detach())
-        if (route := self._route) is not None:
-            flat = {id(tensor): tensor.info.flattened(tensor.key.detach()) for tensor in self.here if tensor.travels}
-            data = torch.empty(sum(route.owned_back), dtype=torch.uint8, device=self._comm.device)
-            for piece, tensor in self._pieces(route.owned):
-                part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
-                _at(data, piece.back, piece.numel, part.dtype).copy_(part)
-            for piece, tensor in self._pieces(route.kept):
-                part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
-                tensor.bucket.master[piece.start : piece.start + piece.numel].copy_(part)
-            del flat
-            label = f"{self._label} (stepped)"
-            self._pending = self._comm.exchange_parts(data, route.owned_back, route.own_back, label)
+        if self._route is not None:
+            self._return(self._route)
         for tensor in self.here:
             self._owned.hide(tensor)
-
-    def land(self) -> Exception | None:
-        """Wait for stepped values; write masters and state to storages. If a write fails, return its error: other ranks
-        wait for this rank, so it must not raise now. Else return None."""
         failed: Exception | None = None
-        if self._pending is not None and self._route is not None:
-            data, self._pending = self._pending.wait(), None
-            for piece, tensor in self._pieces(self._route.own):
-                master = tensor.bucket.master
-                part = master[piece.start : piece.start + piece.numel]
-                part.copy_(_at(data, piece.back, piece.numel, master.dtype))
         for bucket in self.buckets:
             try:
-                self._owned.move_to_tier(bucket, self.here)
+                self._owned.move_to_tier(bucket)
             except Exception as error:
                 failed = error
-            # Only once per bucket: a copy may still be under way to the device, and its source must not change.
-            if bucket in self.completes:
-                bucket.copy_master_to_params()
+            bucket.copy_master_to_params()
             bucket.storage.close(changed=True)
         return failed
+
+    def _return(self, route: Route) -> None:
+        flat = {id(tensor): tensor.info.flattened(tensor.key.detach()) for tensor in self.here if tensor.travels}
+        data = torch.empty(sum(route.owned_back), dtype=torch.uint8, device=self._comm.device)
+        for piece, tensor in self._pieces(route.owned):
+            part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
+            _at(data, piece.back, piece.numel, part.dtype).copy_(part)
+        for piece, tensor in self._pieces(route.kept):
+            part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
+            tensor.bucket.master[piece.start : piece.start + piece.numel].copy_(part)
+        del flat
+        pending = self._comm.exchange_parts(data, route.owned_back, route.own_back, f"{self._label} (stepped)")
+        data = pending.wait()
+        for piece, tensor in self._pieces(route.own):
+            master = tensor.bucket.master
+            part = master[piece.start : piece.start + piece.numel]
+            part.copy_(_at(data, piece.back, piece.numel, master.dtype))
 
     def wait_for_rest(self) -> None:
         for bucket in self.buckets:

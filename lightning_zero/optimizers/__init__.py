@@ -7,9 +7,9 @@
     trial        steps small tensors with a copy of an optimizer
     probe        tries whether an optimizer steps each tensor by itself
     slices       tries whether an optimizer steps each element by itself
-    windowed     makes one step by several calls of the class's step
+    side_effects what a step changes besides tensors
     state_trees  tensors inside a parameter's state
     chunks       steps a flat slice in pieces, in a wider dtype than the slice's or its gradient's
-    low_bits     state in bf16 or in 8 bits
+    low_bits     state in bf16
     loss_scale   the dynamic loss scale for fp16
 """

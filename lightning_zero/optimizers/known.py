@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_zero.planning.state_dtype import BLOCK, ROW
-
 # Each element depends on its own value, gradient and state alone.
 ELEMENTWISE = (
     torch.optim.Adam,
@@ -75,10 +73,7 @@ def is_per_tensor(optimizer: Optimizer, name: str) -> bool:
 
 def is_elementwise(optimizer: Optimizer, name: str, value: Any, tensor: Tensor) -> bool:
     """Return whether the state ``value`` has one element for each element of ``tensor``, unlike a step count."""
-    if not isinstance(value, Tensor) or is_per_tensor(optimizer, name):
-        return False
-    packed = value.dtype is torch.uint8 and value.dim() == 2 and value.shape[1] == ROW  # 8-bit state
-    return value.shape == tensor.shape or (packed and value.shape[0] * BLOCK == tensor.numel())
+    return isinstance(value, Tensor) and not is_per_tensor(optimizer, name) and value.shape == tensor.shape
 
 
 def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:

@@ -1,20 +1,8 @@
-"""Optimizer state in bf16 or 8 bits (``zero.optimizer.state_dtype``): its format, and steps that write it.
+"""Optimizer state in bf16 (``zero.optimizer.state_dtype``), and steps that write it.
 
-::
-
-    bf16 | 16 bits for each value                                                  | [n] bfloat16
-    int8 | a code of 8 bits for each value, and an exponent for a block of 256     | [n / 256, 257] uint8
-
-**Codes.** A code is an 8-bit float with 3 bits of fraction, as in other 8-bit optimizers (Dettmers et al. 2021,
-arXiv:2110.02861). Signed values have 4 bits of exponent: 15 powers of two; the least value is 1/8 of the least power.
-Values >= 0 (second moments) have 5 bits of exponent: 31 powers of two, whose square roots have about the range of the
-first moment. A positive value is never stored as 0, because a step divides by it ("zero-point problem": Li et al. 2023,
-arXiv:2309.01507). A block's scale is a power of two, so every code is exactly a bf16 number. Checkpoints hold these
-bf16 numbers; loading encodes them to the same codes (:meth:`Format.store`).
-
-**Steps.** Piece by piece, a step decodes the state to fp32 in :class:`PieceMemory`, lets torch's optimizer step it, and
-rounds it back. Pieces are whole blocks, so results do not depend on how pieces, runs or shards are cut. Each thread
-steps pieces with one-threaded kernels: with all threads, a step's fifty short kernels would wait for the slowest ones.
+**Steps.** Piece by piece, a step copies the state to fp32 in :class:`PieceMemory`, lets torch's optimizer step it, and
+rounds it back. Each thread steps pieces with one-threaded kernels: with all threads, a step's fifty short kernels would
+wait for the slowest ones.
 
 **Rounding.** With beta2 = 0.999 a step changes a second moment by a thousandth, less than half a unit in the last place
 of bf16, and rounding to nearest would lose it. So a step rounds up with the probability of the fraction that is cut
@@ -44,13 +32,9 @@ from lightning_zero.device.host_threads import setting_threads
 from lightning_zero.optimizers.chunks import round_stochastically, salt_of
 from lightning_zero.optimizers.known import base_of, shadow_of, start_state, without_hooks
 from lightning_zero.planning.layout import Fragment
-from lightning_zero.planning.state_dtype import BLOCK, ROW, TABLE_NBYTES, pieces_of
+from lightning_zero.planning.state_dtype import TABLE_NBYTES, pieces_of
 from lightning_zero.settings import StateDtype
 
-FRACTION = 3  # bits
-_SHIFT = 23 - FRACTION
-_ONE = 0x3F800000  # 1.0
-_NOT_FINITE = -128  # replaces the exponent of a block that is not finite; all its values then read as NaN
 BITS = 16  # random bits for each value
 STORE_CHUNK = 1 << 20  # elements
 
@@ -63,164 +47,16 @@ class Stretch(NamedTuple):
     bits: Tensor
 
 
-class Scratch:
-    """Two buffers of ``numel`` elements, for one conversion between codes and fp32 at a time."""
-
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self.one, self.two = (torch.empty(numel, dtype=torch.int32, device=device) for _ in range(2))
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How one tensor of optimizer state is stored: as bf16 or int8 codes. ``signed``: values can be below 0."""
-
-    dtype: StateDtype
-    signed: bool
-
-    @property
-    def is_packed(self) -> bool:
-        return self.dtype is StateDtype.int8
-
-    def zeros(self, numel: int, device: torch.device) -> Tensor:
-        if not self.is_packed:
-            return torch.zeros(numel, dtype=torch.bfloat16, device=device)
-        assert numel % BLOCK == 0, f"a run of {numel} elements cuts a block of {BLOCK}"
-        return torch.zeros(numel // BLOCK, ROW, dtype=torch.uint8, device=device)
-
-    def part(self, whole: Tensor, low: int, high: int) -> Tensor:
-        """Return a view of elements ``[low, high)`` of the stored state ``whole``. For int8: multiples of BLOCK."""
-        if not self.is_packed:
-            return whole[low:high]
-        assert low % BLOCK == 0 == high % BLOCK, f"the cut [{low}, {high}) falls inside a block of {BLOCK}"
-        return whole[low // BLOCK : high // BLOCK]
-
-    def place(self, whole: Tensor, start: int, numel: int) -> Tensor:
-        """Return a view of ``numel`` elements of the stored state ``whole``, from element ``start`` on. For int8, the
-        view goes on to the end of a block."""
-        high = -(-(start + numel) // BLOCK) * BLOCK if self.is_packed else start + numel
-        return self.part(whole, start, high)
-
-    def widen(self, part: Tensor, out: Tensor, scratch: Scratch | None = None) -> Tensor:
-        """Decode the stored elements ``part`` into ``out`` [n] fp32, and return ``out``."""
-        if not self.is_packed:
-            return out.copy_(part)
-        # Put the code into the top bits of a float >= 1/2, see :meth:`_encode`. From 1 on (codes with an exponent) the
-        # float is the value; below 1 the value is twice its distance to 1/2. A table of values would be slower.
-        bits = out.view(torch.int32)
-        if self.signed:
-            scratch = scratch or Scratch(len(out), out.device)
-            half = scratch.one[: len(out)]
-            half.view(-1, BLOCK).copy_(part[:, :BLOCK].view(torch.int8))  # int8 extends the sign
-            half.mul_(1 << _SHIFT).bitwise_and_(-0x78000001).add_(_ONE - (1 << 23))
-            distance = scratch.two[: len(out)].view(torch.float32)
-            torch.ops.aten.softshrink.out(half.view(torch.float32), 0.5, out=distance)
-            torch.clamp(distance, -0.5, 0.5, out=out).add_(distance)
-        else:
-            bits.view(-1, BLOCK).copy_(part[:, :BLOCK])
-            bits.mul_(1 << _SHIFT).add_(_ONE - (1 << 23))
-            torch.nn.functional.leaky_relu_(out.sub_(1), 2.0).add_(1)
-        power = torch.index_select(_powers(self.signed, part.device), 0, part[:, BLOCK].to(torch.int32))
-        out.view(-1, BLOCK).mul_(power.unsqueeze(1))
-        return out
-
-    def narrow(
-        self, values: Tensor, part: Tensor, noise: Sequence[Stretch] | None = None, scratch: Scratch | None = None
-    ) -> None:
-        """Encode fp32 ``values`` [n] into the stored elements ``part``. Overwrites ``values``.
-
-        ``noise``: random bits for stochastic rounding; elements in no Stretch are cut off, not rounded. None: round
-        all values to nearest. ``scratch``: buffers to reuse; None: new ones if needed.
-        """
-        if self.is_packed:
-            self._encode(values, part, noise, scratch or Scratch(len(values), values.device))
-        elif noise is None:
-            part.copy_(values)
-        else:
-            # Noise could carry a NaN's bits into its sign. On a CPU it is faster to look for NaN first.
-            if values.device.type != "cpu" or values.amax().isnan():
-                values.masked_fill_(values.isnan(), torch.nan)
-            bits = values.view(torch.int32)
-            for stretch in noise:
-                bits[stretch.start : stretch.stop].add_(stretch.bits)
-            part.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
-
-    def _encode(self, values: Tensor, part: Tensor, noise: Sequence[Stretch] | None, scratch: Scratch) -> None:
-        # Memory passes take most of a step's time: few passes, and no new memory.
-        bits, code = values.view(torch.int32), scratch.two[: len(values)]
-        beside = scratch.one[: len(values)]
-        if self.signed:
-            torch.bitwise_right_shift(bits, 31, out=beside)  # -1 where negative
-            values.abs_()
-        else:
-            torch.clamp(bits, min=0, max=1, out=beside)  # 1 where positive
-        blocks = values.view(-1, BLOCK)
-        most = blocks.amax(1, keepdim=True)
-        # The least power of two for which no value rounds up beyond the largest code.
-        exponent = ((most.view(torch.int32) + ((1 << _SHIFT) - 1)) >> 23) - 127
-        # From the least exponent on, a block's least value is a normal number in fp32 and bf16.
-        exponent.clamp_(-126 + FRACTION + _above(self.signed), 127)
-        # In units of the power above which codes have an exponent, the top bits of max(2x, 1 + x) hold the code of x:
-        # those of 2x where codes have an exponent, and of 1 + x where codes are linear (x below 1).
-        blocks.mul_(((128 + _above(self.signed) - exponent) << 23).view(torch.float32))
-        exponent.masked_fill_(~most.isfinite(), _NOT_FINITE)
-        one, largest = _bounds(self.signed, values.device)
-        wide = torch.add(one, values, alpha=0.5, out=code.view(torch.float32))
-        torch.clamp(wide, min=values, max=largest, out=wide)
-        if noise is None:
-            code.add_(1 << (_SHIFT - 1))
-        else:
-            for stretch in noise:
-                code[stretch.start : stretch.stop].add_(stretch.bits, alpha=1 << (_SHIFT - BITS))
-        code.bitwise_right_shift_(_SHIFT).sub_(_ONE >> _SHIFT)
-        if self.signed:
-            code.add_(beside, alpha=-0x80)
-        else:
-            torch.maximum(code, beside, out=code)
-        part[:, :BLOCK].copy_(code.view(-1, BLOCK))
-        part[:, BLOCK:].copy_(exponent.bitwise_and_(0xFF))
-
-    def values(self, part: Tensor) -> Tensor:
-        """Decode the stored elements ``part`` to [n] bf16, which holds every code exactly."""
-        if not self.is_packed:
-            return part
-        found = torch.empty(len(part) * BLOCK, dtype=torch.bfloat16, device=part.device)
-        for low in range(0, len(found), STORE_CHUNK):
-            rows = self.part(part, low, min(low + STORE_CHUNK, len(found)))
-            wide = torch.empty(len(rows) * BLOCK, dtype=torch.float32, device=part.device)
-            found[low : low + STORE_CHUNK].copy_(self.widen(rows, wide))
-        return found
-
-    def store(self, values: Tensor, part: Tensor) -> bool:
-        """Encode ``values`` [n], of any dtype, into ``part``, rounded to nearest. Return whether any value changed."""
-        numel = len(part) * BLOCK if self.is_packed else len(values)
-        wide = torch.zeros(numel, dtype=torch.float32, device=part.device)
-        wide[: len(values)].copy_(values)
-        asked = wide.clone()
-        self.narrow(wide, part)
-        return not torch.equal(self.widen(part, wide).nan_to_num_(), asked.nan_to_num_())
-
-
-def _above(signed: bool) -> int:
-    """Return the exponent of a block minus the exponent of the power of two below which its codes are linear."""
-    return (1 << (7 - FRACTION if signed else 8 - FRACTION)) - 2
-
-
-@lru_cache(maxsize=8)
-def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return two 0-d fp32 tensors: what the least code (0) and what the largest code stand for before scaling. The
-    value of the first is 1.0."""
-    bits = torch.tensor([_ONE, _ONE + ((0x7F if signed else 0xFF) << _SHIFT)], dtype=torch.int32, device=device)
-    one, largest = bits.view(torch.float32)
-    return one, largest
-
-
-@lru_cache(maxsize=8)
-def _powers(signed: bool, device: torch.device) -> Tensor:
-    """Return a table [256] fp32. Index: the byte that stores a block's exponent. Value: the power of two below which
-    the block's codes are linear."""
-    exponent = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.int32)
-    power = ((exponent - _above(signed) + 127) << 23).view(torch.float32)
-    return power.masked_fill(exponent == _NOT_FINITE, torch.nan).to(device)
+def narrow(values: Tensor, part: Tensor, noise: Sequence[Stretch]) -> None:
+    """Round fp32 ``values`` [n] into ``part`` [n] bf16, up by chance, with the random bits ``noise``. Elements in no
+    Stretch are cut off. Overwrites ``values``."""
+    # Noise could carry a NaN's bits into its sign. On a CPU it is faster to look for NaN first.
+    if values.device.type != "cpu" or values.amax().isnan():
+        values.masked_fill_(values.isnan(), torch.nan)
+    bits = values.view(torch.int32)
+    for stretch in noise:
+        bits[stretch.start : stretch.stop].add_(stretch.bits)
+    part.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
 
 _MIX = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))  # a 32-bit integer hash with low bias: shifts, multipliers
@@ -303,28 +139,26 @@ def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memor
     work(left, memories[0])  # the rest, if no thread could be started
 
 
-# Element-wise state of each optimizer, and whether its values may be negative.
-_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-STATES: dict[type[Optimizer], dict[str, bool]] = {
+# Element-wise state of each optimizer.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+STATES: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.Adam: _MOMENTS,
     torch.optim.AdamW: _MOMENTS,
     torch.optim.NAdam: _MOMENTS,
     torch.optim.RAdam: _MOMENTS,
-    torch.optim.Adamax: {"exp_avg": True, "exp_inf": False},
-    torch.optim.RMSprop: {"momentum_buffer": True, "square_avg": False},
-    torch.optim.Adagrad: {"sum": False},
-    torch.optim.Adadelta: {"acc_delta": False, "square_avg": False},
-    torch.optim.SGD: {"momentum_buffer": True},
+    torch.optim.Adamax: ("exp_avg", "exp_inf"),
+    torch.optim.RMSprop: ("momentum_buffer", "square_avg"),
+    torch.optim.Adagrad: ("sum",),
+    torch.optim.Adadelta: ("acc_delta", "square_avg"),
+    torch.optim.SGD: ("momentum_buffer",),
 }
 _MAKES = threading.Lock()
 
 
-def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
-    """Return the :class:`Format` of each state of ``optimizer`` by name; {} if states stay as torch makes them."""
+def narrow_states(optimizer: Optimizer, state: StateDtype) -> tuple[str, ...]:
+    """Return the names of ``optimizer``'s states that rest in bf16; () if states stay as torch makes them."""
     base = base_of(optimizer)
-    if state is StateDtype.fp32 or base is None:
-        return {}
-    return {name: Format(state, signed) for name, signed in STATES[base].items()}
+    return () if state is StateDtype.fp32 or base is None else STATES[base]
 
 
 class _Memory:
@@ -333,7 +167,6 @@ class _Memory:
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-        self.scratch = Scratch(numel, device)
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         if (name, dtype) not in self._buffers:
@@ -361,8 +194,8 @@ class PieceMemory:
 
 @dataclass(frozen=True)
 class NarrowStep:
-    """One optimizer step of ``run`` [n], a slice of the masters, with ``grad`` [n]. ``formats`` says how ``state`` is
-    stored. ``step``: the number of the step, from 1.
+    """One optimizer step of ``run`` [n], a slice of the masters, with ``grad`` [n]. ``names``: those
+    of ``state`` that are in bf16. ``step``: the number of the step, from 1.
 
     ``factor``: a 0-d tensor, by which copies of the gradients are multiplied, not ``grad`` itself; None: no factor.
     ``rounding``: (index of the run's first element, salt), to round bf16 masters stochastically; None: to nearest.
@@ -371,7 +204,7 @@ class NarrowStep:
     run: Tensor
     grad: Tensor
     state: dict[str, Any]
-    formats: Mapping[str, Format]
+    names: Sequence[str]
     places: Places
     step: int
     factor: Tensor | None = None
@@ -394,7 +227,7 @@ class NarrowStep:
             in_threads(take, pieces, memories)
         else:
             take(iter(pieces), memories[0])
-        self.state.update({name: value for name, value in after.items() if name not in self.formats})
+        self.state.update({name: value for name, value in after.items() if name not in self.names})
 
     def _piece(
         self, optimizer: Optimizer, before: Mapping[str, Any], memory: _Memory, low: int, high: int
@@ -414,11 +247,10 @@ class NarrowStep:
             start_state(optimizer, optimizer.param_groups[0], [piece])
         without_hooks(type(optimizer).step)(optimizer)
         after = optimizer.state.pop(piece)
-        for number, (name, form) in enumerate(self.formats.items()):
+        for number, name in enumerate(self.names):
             if after.get(name) is not None:
                 noise = random_bits(self.places, low, high, self.step, number, part.device)
-                part_of_state = form.part(self._whole(name), low, high)
-                form.narrow(after[name].float(), part_of_state, noise, memory.scratch)
+                narrow(after[name].float(), self._whole(name)[low:high], noise)
         if piece is not part and self.rounding is not None:
             first, salt = self.rounding
             part.copy_(round_stochastically(piece, first + low, salt_of(salt, "")))
@@ -429,7 +261,7 @@ class NarrowStep:
     def _whole(self, name: str) -> Tensor:
         with _MAKES:
             if self.state.get(name) is None:
-                self.state[name] = self.formats[name].zeros(self.run.numel(), self.run.device)
+                self.state[name] = torch.zeros_like(self.run, dtype=torch.bfloat16)
             return self.state[name]  # type: ignore[no-any-return]
 
     def _widened(
@@ -437,12 +269,11 @@ class NarrowStep:
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         # Named by number, because optimizers with other names of states share this memory.
-        buffers = {name: f"state {number}" for number, name in enumerate(self.formats)}
+        buffers = {name: f"state {number}" for number, name in enumerate(self.names)}
         for name, value in state.items():
-            if name in self.formats and value is not None:
-                form = self.formats[name]
+            if name in self.names and value is not None:
                 out = memory.buffer(buffers[name], high - low, torch.float32)
-                found[name] = form.widen(form.part(value, low, high), out, memory.scratch).to(wide)
+                found[name] = out.copy_(value[low:high]).to(wide)
             else:
                 # Copied, because each piece would raise a shared step count.
                 found[name] = value.clone() if isinstance(value, Tensor) else value

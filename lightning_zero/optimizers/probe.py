@@ -1,7 +1,7 @@
 """Try an optimizer before training: does it step each tensor by itself, and what state does it keep?
 
-One copy of the optimizer steps tensors in one call, another steps equal tensors in several calls, and the results must
-agree to the bit. They step small tensors a dozen times, then tensors of the model's shapes a few times, because a class
+One copy of the optimizer steps all tensors, others step parts of equal tensors, as ranks do, and the results must agree
+to the bit. They step small tensors a dozen times, then tensors of the model's shapes a few times, because a class
 may treat some sizes differently.
 """
 
@@ -25,10 +25,10 @@ class Probed(NamedTuple):
 
     couples: bool = False  # the step of a tensor depends on the other tensors in the same call
     steps_all: bool = True  # a step may change tensors without a gradient, or their state
-    hides_empty: bool = False  # a step fails if a param group has no tensors
     # The states of a parameter, by its param group, number of dimensions and master dtype.
     states: Mapping[tuple[int, int, torch.dtype], Sequence[StateShape]] = {}
     failed: Exception | None = None  # the error that a trial step raised
+    apart: bool = False  # only a step of some of the tensors has failed
     untried: Collection[tuple[int, ...]] = ()  # shapes of parameters that were too large to try
 
 
@@ -53,7 +53,8 @@ def probe(
         together, apart = (Trial(optimizer, dtype_of, device, most_true=trial.MOST_TRUE) for _ in range(2))
         try:
             together.run()
-            apart.run(in_parts=True, hides_empty=found.hides_empty)
+            together.refuse_wrapped_state()
+            apart.run_apart()
         except ConfigError:
             raise
         except Exception as error:
@@ -70,15 +71,12 @@ def _probe_small(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.
         raise
     except Exception as error:
         return Probed(failed=error)
-    for hides_empty in (False, True):
-        apart = Trial(optimizer, dtype_of, device)
-        try:
-            apart.run(in_parts=True, hides_empty=hides_empty)
-        except ConfigError:
-            raise
-        except Exception:  # the class may need all param groups in each call
-            continue
-        couples, states = not same(together.result(), apart.result()), together.states()
-        # The trial saw nothing of groups that are hidden in each call.
-        return Probed(couples, together.steps_all() or hides_empty, hides_empty, states)
-    return Probed(couples=True, states=together.states())
+    states = together.states()
+    apart = Trial(optimizer, dtype_of, device)
+    try:
+        apart.run_apart()
+    except ConfigError:
+        raise
+    except Exception as error:  # the class may need tensors in all param groups
+        return Probed(states=states, failed=error, apart=True)
+    return Probed(not same(together.result(), apart.result()), together.steps_all(), states)

@@ -71,13 +71,13 @@ def _refuse_own_low_bits(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"zero.optimizer.sharding=slices: {kind.__module__}.{kind.__qualname__} chooses by the size of a tensor "
             "whether its state is in few bits, and shares a scale among neighbours. Here it would step slices that "
-            "differ by stage and number of ranks, most of them with state in fp32. Use torch.optim.AdamW with "
-            "zero.optimizer.state_dtype=int8 (or bf16)."
+            "differ by stage and number of ranks, most of them with state in fp32. Drop "
+            "zero.optimizer.sharding=slices, or use torch.optim.AdamW with zero.optimizer.state_dtype=bf16."
         )
 
 
 def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> None:
-    """Raise ConfigError if the state of ``optimizer`` cannot be stored in bf16 or int8 (the dtype ``state``)."""
+    """Raise ConfigError if the state of ``optimizer`` cannot be stored in bf16 (the dtype ``state``)."""
     kind = type(optimizer)
     asked, base = f"{_KEY}={state.name}", base_of(optimizer)
     if whole or base is None or not is_known(optimizer):

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from lightning_zero.optimizers.known import hooks_set_aside, without_hooks
+from lightning_zero.optimizers.side_effects import HOOKS, PLAIN, Watch, take_over
 from lightning_zero.optimizers.state_trees import StateShape, leaves_of, same, shape_of
-from lightning_zero.optimizers.windowed import HOOKS, PLAIN, StepInParts, keep
 from lightning_zero.settings import ConfigError
 
 # Sides of small tensors. All differ, so that each side of a state shows which side of the parameter it equals. They are
@@ -74,6 +74,10 @@ class _NoMessages(TorchDispatchMode):
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch refuses to compile, as torchao's steps do
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -141,6 +145,7 @@ class Trial:
         for kind, alike in kinds.items():
             self._small += self._make(kind, alike, shapes.get(kind) or _small(len(kind.shape)), device)
         self._slices = [_cut(s.tensor, cut(s.alike[0]) if cut else None) for s in self._small]
+        self._original = optimizer
         self.optimizer = self._copy(optimizer)
 
     def _make(
@@ -183,23 +188,46 @@ class Trial:
     def scales(self) -> Sequence[float]:
         return SCALES[: FEWEST if self._true else max(FEWEST, MOST_SMALL // max(1, len(self._small)))]
 
-    def run(self, *, in_parts: bool = False, hides_empty: bool = False) -> None:
-        step = step_of(self.optimizer)
+    def run(self) -> None:
         for number, scale in enumerate(self.scales):
             self.give_gradients(scale)
-            if not in_parts:
-                torch.default_generator.manual_seed(number)
-                step(self.optimizer)
-                continue
-            with hooks_set_aside(self.optimizer), StepInParts(self.optimizer, step, hides_empty=hides_empty) as parts:
-                for part in filter(None, self._parts()):
-                    # A class that draws random numbers then draws others for later tensors than in one call.
-                    torch.default_generator.manual_seed(number)
-                    lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
-                    for small in part:
-                        lists[small.group].append((small.place, small.tensor))
-                    parts.call(lists)
-            keep(self.optimizer, [parts.outcome])
+            torch.default_generator.manual_seed(number)
+            with hooks_set_aside(self.optimizer):
+                step_of(self.optimizer)(self.optimizer)
+
+    def run_apart(self) -> None:
+        """Step as ranks do: each part of the tensors by a copy of the optimizer, one by a copy without tensors."""
+        parts = [*filter(None, self._parts()), []]
+        copies = [self._only(part) for part in parts]
+        stepped = [[any(s.group == n for s in part) for n in range(len(copies[0].param_groups))] for part in parts]
+        for number, scale in enumerate(self.scales):
+            self.give_gradients(scale)
+            effects = []
+            for rank, (made, listed) in enumerate(zip(copies, stepped, strict=True)):
+                # Other random numbers than in one call, as ranks have, or as an earlier tensor has used some up.
+                torch.default_generator.manual_seed(len(SCALES) * (1 + rank) + number)
+                before = Watch(made)
+                with hooks_set_aside(made):
+                    step_of(made)(made)
+                effects.append(before.effects(listed))
+            for made in copies:
+                take_over(made, effects)
+        self.optimizer = copies[0]
+        for made in copies[1:]:
+            self.optimizer.state.update(made.state)
+
+    def _only(self, part: Sequence[_Small]) -> Optimizer:
+        """Copy the optimizer, with param groups that list the tensors of ``part`` alone."""
+        made, own = self._copy(self._original), {id(small.tensor) for small in part}
+        for group in made.param_groups:
+            kept = [place for place, tensor in enumerate(group["params"]) if id(tensor) in own]
+            for name in ("params", "param_names"):
+                if name in group:
+                    group[name][:] = [group[name][place] for place in kept]
+        for small in self._small:
+            if id(small.tensor) not in own:
+                made.state.pop(small.tensor, None)
+        return made
 
     def give_gradients(self, scale: float) -> None:
         for small, slices in zip(self._small, self._slices, strict=True):
@@ -214,8 +242,8 @@ class Trial:
         return [torch.cat([tensor.detach().flatten() for tensor in slices]) for slices in self._slices]
 
     def _parts(self) -> Sequence[Sequence[_Small]]:
-        """Divide the trial's tensors among calls of ``step``. If the parameters' own shapes are tried, each tensor has
-        its own call. Otherwise there are three calls, some with empty param groups."""
+        """Divide the trial's tensors among copies of the optimizer. If the parameters' own shapes are tried, each
+        tensor has its own copy. Otherwise there are three copies, some with empty param groups."""
         if self._true:
             return [[small] for small in self._small]
         even = self._small[::2]
@@ -248,6 +276,18 @@ class Trial:
             step_of(self.optimizer)(self.optimizer, closure)
         if len(calls) > 1 or not all(calls):
             raise calls_its_closure(self.optimizer)
+
+    def refuse_wrapped_state(self) -> None:
+        """Raise ConfigError if tensors of state wrap others (torchao), which tiers and checkpoints do not reach."""
+        for small in self._small:
+            for name, leaf in leaves_of(self.optimizer.state.get(small.tensor, {})):
+                if is_traceable_wrapper_subclass(leaf):
+                    kind = type(self.optimizer)
+                    raise ConfigError(
+                        f"optimizer: expected state in plain tensors, got a {type(leaf).__name__}, {name!r} of "
+                        f"{kind.__module__}.{kind.__qualname__}. Use bitsandbytes.optim.AdamW8bit, or "
+                        "torch.optim.AdamW with zero.optimizer.state_dtype=bf16."
+                    )
 
     def result(self) -> list[Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from lightning_zero.planning.layout import BucketLayout, lay_out
 from lightning_zero.planning.placement import ON_DEVICE, REPLICATED, Placement, StageRow, Tier, TierRow
-from lightning_zero.planning.state_dtype import param_align, state_nbytes
+from lightning_zero.planning.state_dtype import state_nbytes
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 from lightning_zero.settings import StateDtype
 
@@ -234,7 +234,7 @@ def place(
     even_alone |= shape.parts > 1 and tiers.steps_on_host
     return BucketPlan(
         shape.unit,
-        lay_out(shape.numels, world_size // shape.parts, param_align(shape.itemsizes.state)),
+        lay_out(shape.numels, world_size // shape.parts),
         REPLICATED._replace(grad=row.grad) if shape.whole else row,
         ON_DEVICE if shape.whole else tiers,
         shape.itemsizes,

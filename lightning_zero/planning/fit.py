@@ -128,7 +128,7 @@ def plan_row(
     summed_by = machine.gpus if several else 0
     limits = replace(model.limits, has_link=not machine.shared, node_ranks=kept_by, sum_ranks=summed_by)
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
-    states = _states(model, buckets)
+    states = _states(model, buckets, machine)
     rest = memory.planned_bytes(buckets, state_tensors=states, moment=waiting)
     activations = model.micro_batch
     peaks = peaks_with(buckets, limits, activations, state_tensors=states)
@@ -151,8 +151,9 @@ def plan_row(
     return replace(row, after_run=after, is_whole=is_whole)
 
 
-def _states(model: Model, buckets: Sequence[BucketPlan]) -> States:
-    return model.states if isinstance(model.states, int) else model.states.of_fullest_rank(buckets)
+def _states(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> States:
+    states, has_link = model.states, not machine.shared
+    return states if isinstance(states, int) else states.of_fullest_rank(buckets, has_link=has_link)
 
 
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
@@ -161,7 +162,7 @@ def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) ->
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # the shards are spread over several hosts
     on_the_way = memory.on_the_way_nbytes(buckets, gathers=gathers)
-    rest = memory.planned_bytes(buckets, state_tensors=_states(model, buckets), moment=Moment.reduced)
+    rest = memory.planned_bytes(buckets, state_tensors=_states(model, buckets, machine), moment=Moment.reduced)
     there = machine.gpus * (memory.in_memory(rest) if machine.shared else memory.on_tier(rest, Tier.host))
     needed = math.ceil((model.copy_nbytes + on_the_way * machine.gpus * machine.shared) / memory.SPARE)
     after = memory.after_run(rest, model.copy_nbytes, on_the_way, machine.gpus)

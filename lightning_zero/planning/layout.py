@@ -32,12 +32,11 @@ class Slot:
     index: int  # position of the parameter in the bucket
     start: int
     numel: int
-    align: int = PARAM_ALIGN
 
     @property
     def stop(self) -> int:
         """Return the end of the padding behind the parameter, where the next slot begins."""
-        return round_up(self.start + self.numel, self.align)
+        return round_up(self.start + self.numel, PARAM_ALIGN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +102,12 @@ class BucketLayout:
         return tuple(found)
 
 
-def lay_out(numels: Sequence[int], world_size: int, align: int = PARAM_ALIGN) -> BucketLayout:
-    """Lay out non-empty parameters in order, at multiples of ``align`` elements, in ``world_size`` equal shards."""
+def lay_out(numels: Sequence[int], world_size: int) -> BucketLayout:
+    """Lay out non-empty parameters in order, each at a multiple of ``PARAM_ALIGN``, in ``world_size`` equal shards."""
     slots: list[Slot] = []
     position = 0
     for index, numel in enumerate(numels):
-        slot = Slot(index, position, numel, align)
+        slot = Slot(index, position, numel)
         slots.append(slot)
         position = slot.stop
     shard = round_up(max(position, 1), world_size * SHARD_ALIGN) // world_size

@@ -70,7 +70,7 @@ class StateOfRank:
     that steps the tensor, has the tensor's state."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
-    step: int = 0  # bytes beside the shards during the step, from owners.step_peak
+    step: int = 0  # bytes on the device beside the shards during the step, from owners.step_peak
 
 
 States = int | StateOfRank  # an int counts the element-wise state tensors of each parameter
@@ -288,8 +288,7 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
         for number, b in enumerate(buckets)
         if b.trainable and b.tiers.master is Tier.nvme
     ]
-    windows = (sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files)))
-    in_steps = max(windows, default=0)
+    in_steps = at_once = max((sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files))), default=0)
     written = [b for b in trainable if b.params_rest is ParamsRest.shard and b.tiers.compute_param is Tier.nvme]
     # Buffers for parameters cast from the masters: one is being filled while one is written to files.
     in_steps += 2 * max((b.owned_numel * b.itemsizes.compute for b in written if not b.one_dtype), default=0)
@@ -310,6 +309,7 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
     found[Phase.step][Role.staging, Tier.device] += scratch_nbytes(on_device, on_device=True)
     if isinstance(states, StateOfRank):
         found[Phase.step][Role.staging, Tier.device] += states.step
+        found[Phase.step][host] += sum(in_files) - at_once  # a step of whole tensors opens all files
     return found
 
 

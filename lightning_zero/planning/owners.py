@@ -5,15 +5,15 @@
     shards    rank 0 | p0 p0 p0 p1 |   rank 1 | p1 p2 p2 p2 |      masters and gradients, flat
     owners    rank 0 | p0 p2       |   rank 1 | p1          |      whole tensors, during the step
 
-Optimizers such as Muon need whole tensors. The step goes window by window. A *window* is a run of adjacent units, up to
-a limit of bytes; the ranks of a shard group divide its tensors. While it is stepped, the next window is sent.
+Optimizers such as Muon need whole tensors. The ranks of a shard group divide the tensors. One message for a run of
+adjacent units, up to a limit of bytes, brings them to their owners, and another brings new masters back.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,60 +35,43 @@ def matrix_work(shape: Sequence[int]) -> int:
     return max(rows, columns) * min(rows, columns) ** 2
 
 
-def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
-    """Group tensors into windows, and return each as a list of tensor indices. A window has the tensors of adjacent
-    units, up to ``limit`` bytes, or a part of a larger unit. ``nbytes``, ``units``: bytes and unit of each tensor."""
-    by_unit: dict[int, list[int]] = {}
-    for place, unit in enumerate(units):
-        by_unit.setdefault(unit, []).append(place)
-    windows: list[list[int]] = []
+def split_messages(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
+    """Divide tensors among messages, and return each as a list of tensor indices. A message has the tensors of adjacent
+    units, up to ``limit`` bytes, or of one larger unit. ``nbytes``, ``units``: bytes and unit of each tensor."""
+    messages: list[list[int]] = []
     room = 0
-    for _, places in sorted(by_unit.items()):
-        fits = sum(nbytes[place] for place in places) <= room
-        for place in places:
-            if not windows or (not fits and (place == places[0] or nbytes[place] > room)):
-                windows.append([])
-                room = limit
-            windows[-1].append(place)
-            room -= nbytes[place]
-    return windows
+    for _, places in itertools.groupby(sorted(range(len(units)), key=units.__getitem__), units.__getitem__):
+        unit = list(places)
+        size = sum(nbytes[place] for place in unit)
+        if not messages or size > room:
+            messages.append([])
+            room = limit
+        messages[-1] += unit
+        room -= size
+    return messages
 
 
-def choose_owners(
-    costs: Sequence[int], windows: Sequence[Sequence[int]], ranks: int, kept: Sequence[int | None]
-) -> list[int]:
+def choose_owners(costs: Sequence[int], ranks: int, kept: Sequence[int | None]) -> list[int]:
     """Choose the owner of each tensor: the largest tensor first, each to the least loaded rank (LPT; Graham 1969).
 
-    The result is within 4/3 of the optimum. Ties go to the rank with the least work in the tensor's window, because
-    ranks wait for each other at each window. ``kept``: the owner that has a tensor's state already; ``None``: choose.
+    The result is within 4/3 of the optimum. ``kept``: the owner that has a tensor's state already; ``None``: choose.
     """
-    owners: list[int] = [0] * len(costs)
-    window_of = {place: number for number, window in enumerate(windows) for place in window}
+    owners = [0 if owner is None else owner for owner in kept]
     total = [0] * ranks
-    load: list[Counter[int]] = [Counter() for _ in windows]
-    for place, owner in enumerate(kept):
+    for cost, owner in zip(costs, kept, strict=True):
         if owner is not None:
-            owners[place] = owner
-            total[owner] += costs[place]
-            load[window_of[place]][owner] += costs[place]
+            total[owner] += cost
     # A heap, because a plan may cover thousands of ranks.
     heap = [(work, rank) for rank, work in enumerate(total)]
     heapq.heapify(heap)
     for place in sorted((p for p, owner in enumerate(kept) if owner is None), key=lambda p: (-costs[p], p)):
-        own, equal = load[window_of[place]], [heapq.heappop(heap)]
-        while own[equal[-1][1]] and heap and heap[0][0] == equal[0][0]:
-            equal.append(heapq.heappop(heap))
-        chosen = min(equal, key=lambda item: (own[item[1]], item[1]))
-        work, owner = chosen
-        for item in equal:
-            heapq.heappush(heap, item if item is not chosen else (work + costs[place], owner))
-        owners[place] = owner
-        own[owner] += costs[place]
+        work, owners[place] = heap[0]
+        heapq.heapreplace(heap, (work + costs[place], owners[place]))
     return owners
 
 
 class Transfer(NamedTuple):
-    """A tensor whose shards are sent to its owner in a window."""
+    """A tensor whose shards are sent to its owner in a message."""
 
     bucket: int  # index of its layout
     slot: int
@@ -100,7 +83,7 @@ class Transfer(NamedTuple):
 class Piece(NamedTuple):
     """Adjacent elements of a tensor: where they are in it, in a rank's shard, in the messages to and from its owner."""
 
-    transfer: int  # index in the window
+    transfer: int  # index among the message's tensors
     offset: int  # first element, from the tensor's start
     numel: int
     start: int  # first element, from the shard's start
@@ -111,7 +94,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends and receives in one window. ``*_sizes`` and ``*_back`` are bytes by peer rank."""
+    """What one rank sends and receives of one message. ``*_sizes`` and ``*_back`` are bytes by peer rank."""
 
     own: tuple[Piece, ...]  # pieces of this rank's shard in the message to their owners
     owned: tuple[Piece, ...]  # pieces of tensors that this rank owns, in the message that it receives
@@ -122,18 +105,18 @@ class Route:
     owned_back: tuple[int, ...]  # sent back as the owner
 
 
-def find_route(window: Sequence[Transfer], layouts: Sequence[BucketLayout], rank: int) -> Route:
-    """Plan what ``rank`` sends and receives in a window. ``layouts``: those of all buckets, over the same ranks."""
-    ranks = layouts[window[0].bucket].world_size if window else 1
+def find_route(transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], rank: int) -> Route:
+    """Plan what ``rank`` sends and receives of a message. ``layouts``: those of all buckets, over the same ranks."""
+    ranks = layouts[transfers[0].bucket].world_size if transfers else 1
     others = [other for other in range(ranks) if other != rank]
-    own, own_sizes, own_back = _lay_out(window, layouts, [(other, rank, other) for other in others], ranks)
-    owned, owned_sizes, owned_back = _lay_out(window, layouts, [(other, other, rank) for other in others], ranks)
-    kept, _, _ = _lay_out(window, layouts, [(rank, rank, rank)], ranks)
+    own, own_sizes, own_back = _lay_out(transfers, layouts, [(other, rank, other) for other in others], ranks)
+    owned, owned_sizes, owned_back = _lay_out(transfers, layouts, [(other, other, rank) for other in others], ranks)
+    kept, _, _ = _lay_out(transfers, layouts, [(rank, rank, rank)], ranks)
     return Route(own, owned, kept, own_sizes, owned_sizes, own_back, owned_back)
 
 
 def _lay_out(
-    window: Sequence[Transfer], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
+    transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
     """Lay out pieces of tensors in the messages between a rank and its peers.
     ``pairs``: (peer, rank with the shard, owner).
@@ -145,7 +128,7 @@ def _lay_out(
     there = back = 0
     for other, source, owner in pairs:
         first_there, first_back = there, back
-        for index, transfer in enumerate(window):
+        for index, transfer in enumerate(transfers):
             if transfer.owner != owner:
                 continue
             slot = layouts[transfer.bucket].slots[transfer.slot]
@@ -162,47 +145,35 @@ def _lay_out(
     return tuple(pieces), tuple(sizes), tuple(backs)
 
 
-def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[int]) -> int:
-    """Compute the most bytes that one rank holds beside its shards while it steps window by window.
+class MessageBytes(NamedTuple):
+    """Bytes on one rank of one message, and of those of its tensors that the rank steps."""
+
+    there: int = 0  # to the owners, sent and received
+    arriving: int = 0  # received for the tensors that this rank owns
+    back: int = 0  # from the owners, sent and received
+    values: int = 0  # masters beside the shards, and state that is off the device between steps
+    grads: int = 0
+
+
+def message_bytes(route: Route) -> MessageBytes:
+    there, back = sum(route.own_sizes) + sum(route.owned_sizes), sum(route.own_back) + sum(route.owned_back)
+    return MessageBytes(there, sum(route.owned_sizes), back)
+
+
+def step_peak(messages: Sequence[MessageBytes]) -> int:
+    """Compute the most bytes that one rank holds beside its shards during a step.
 
     ::
 
-        window 1    send  | -> tensors | step ........ | return . | -> shards
-        window 2                       | send ........ | -> tensors | step ...
-
-    The peak is at most two and a half windows of masters and gradients. ``values`` and ``grads``: bytes of masters and
-    of gradients of the tensors that the rank owns, by window.
+        send 1 | -> tensors | send 2 | -> tensors | step all | drop gradients | return 1 | -> shards | return 2 | ...
     """
-    return peak_of_windows(
-        [
-            WindowBytes(
-                sum(route.own_sizes) + sum(route.owned_sizes),
-                sum(route.owned_sizes),
-                sum(route.own_back) + sum(route.owned_back),
-                value + grad,
-                value,
-            )
-            for route, value, grad in zip(routes, values, grads, strict=True)
-        ]
-    )
-
-
-class WindowBytes(NamedTuple):
-    """Bytes of one window on one rank."""
-
-    there: int  # messages to the owners, sent and received
-    arriving: int  # received for the tensors that this rank owns
-    back: int  # messages from the owners, sent and received
-    tensors: int  # masters and gradients of the tensors that this rank owns
-    values: int  # the masters alone
-
-
-def peak_of_windows(windows: Sequence[WindowBytes]) -> int:
-    most = 0
-    for place, window in enumerate(windows):
-        before = windows[place - 1].back if place else 0
-        following = windows[place + 1].there if place + 1 < len(windows) else 0
-        arriving = window.arriving + window.tensors + before
-        leaving = window.values + following + window.back
-        most = max(most, window.there, arriving, window.tensors + following, leaving)
+    most = held = 0
+    for message in messages:
+        tensors = message.values + message.grads
+        most = max(most, held + message.there, held + message.arriving + tensors)
+        held += tensors
+    held = sum(message.values for message in messages)
+    for message in messages:
+        most = max(most, held + message.back)
+        held -= message.values
     return most

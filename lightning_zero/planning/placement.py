@@ -41,7 +41,13 @@ class TierRow(NamedTuple):
 
     @property
     def leaves_device(self) -> bool:
+        """Return whether a role takes room on the host or in files."""
         return any(tier is not Tier.device for tier in self)
+
+    @property
+    def gathers_from_host(self) -> bool:
+        """Return whether what is gathered comes from the host, or is copied from there after a step."""
+        return self.steps_on_host or self.compute_param is not Tier.device
 
 
 _D, _H, _N = Tier.device, Tier.host, Tier.nvme

@@ -1,19 +1,13 @@
-"""Compute the size of resting optimizer state under ``zero.optimizer.state_dtype``.
-
-Under ``int8`` each block of :data:`BLOCK` elements of state rests as one byte per element and one shared exponent. Each
-parameter begins a new block, and shards begin at multiples of :data:`BLOCK`, so blocks are the same at every stage and
-world size.
-"""
+"""Compute the size of resting optimizer state under ``zero.optimizer.state_dtype``, and of the pieces of its steps."""
 
 from __future__ import annotations
 
-from lightning_zero.planning.layout import PARAM_ALIGN, SHARD_ALIGN, round_up
+from lightning_zero.planning.layout import SHARD_ALIGN, round_up
 from lightning_zero.settings import StateDtype
 
-BLOCK = SHARD_ALIGN  # elements that share an exponent
-ROW = BLOCK + 1  # bytes of a block
-# fp32 buffers per element of a piece of a shard: two states, two for conversions, gradient, master, two of the kernel.
-BUFFERS = 8
+BLOCK = SHARD_ALIGN  # elements; pieces end at its multiples
+# fp32 buffers per element of a piece of a shard: two states, gradient, master, two of the kernel.
+BUFFERS = 6
 TABLE_NBYTES = 1 << 22  # bytes of the table of random bits for stochastic rounding
 # Elements of a piece on the host. Smaller pieces cost too much Python time (0.1 ms each, under the interpreter's lock);
 # larger ones leave the cache.
@@ -22,15 +16,8 @@ HOST_CHUNKS = 1 << 21  # elements of the pieces of all threads together
 DEVICE_CHUNK = 1 << 23  # elements of a piece on a device
 
 
-def param_align(state: StateDtype) -> int:
-    """Return the number of elements at whose multiples parameters begin in a bucket."""
-    return BLOCK if state is StateDtype.int8 else PARAM_ALIGN
-
-
 def state_nbytes(numel: int, state: StateDtype, master_itemsize: int) -> int:
-    """Return the bytes of a state tensor: per element 4 (fp32), 2 (bf16) or 257/256 (int8) beside fp32 masters."""
-    if state is StateDtype.int8:
-        return round_up(numel, BLOCK) // BLOCK * ROW
+    """Return the bytes of a state tensor: 4 (fp32) or 2 (bf16) for each element beside fp32 masters."""
     return numel * (2 if state is StateDtype.bf16 else master_itemsize)
 
 

@@ -51,7 +51,7 @@ def check_state_dtype(state: StateDtype, precision: Precision) -> None:
     """Raise ConfigError for bf16 optimizer state beside two-byte masters, because that saves no memory."""
     if state is StateDtype.bf16 and precision in (Precision.bf16_true, Precision.fp16_true):
         raise ConfigError(
-            f"zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) or int8 with zero/precision="
+            f"zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) with zero/precision="
             f"{precision.name}, where state is of two bytes already, got bf16. Drop zero.optimizer.state_dtype, or "
             "choose zero/precision=bf16."
         )
@@ -271,8 +271,8 @@ class OptimizerConfig:
         sharding: whether a rank steps ``slices`` of parameters, or whole ``tensors``, each on one rank. ``auto``:
             slices for optimizers known to be element-wise, else tensors. ``slices`` declares other optimizers
             element-wise: each element needs only its own value, gradient and state.
-        state_dtype: dtype of the resting moments of torch's optimizers: ``fp32`` (the dtype of the masters), ``bf16``,
-            or ``int8`` (8-bit codes with an exponent per 256 elements). Steps are computed in fp32.
+        state_dtype: dtype of the resting moments of torch's optimizers: ``fp32`` (the dtype of the masters), or
+            ``bf16``. Steps are computed in fp32.
         skip_nonfinite: skip a step on all ranks if a gradient is inf or NaN, as fp16 always does, and raise an error at
             so many skipped steps in a row. ``null``: step with such gradients.
     """

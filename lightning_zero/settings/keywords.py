@@ -52,7 +52,7 @@ UnitSettings.__doc__ = groups.UnitConfig.__doc__
 
 class OptimizerSettings(TypedDict, total=False):
     sharding: Literal["auto", "slices", "tensors"]
-    state_dtype: Literal["fp32", "bf16", "int8"]
+    state_dtype: Literal["fp32", "bf16"]
     skip_nonfinite: int | None
 
 

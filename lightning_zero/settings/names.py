@@ -94,7 +94,6 @@ class StateDtype(Enum):
 
     fp32 = "fp32"
     bf16 = "bf16"
-    int8 = "int8"
 
 
 class HybridShard(Enum):

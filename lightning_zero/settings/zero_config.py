@@ -48,7 +48,7 @@ class ZeroConfig:
         keep_gathered_bytes: bytes of units that may stay gathered between forward and backward, which saves their
             second gather. The last units are kept first; the very last always stays.
         reduce_bucket_bytes: bytes of gradients in a bucket; a larger parameter has its own bucket. This bounds the
-            buffers of reductions.
+            buffers of reductions; at stage 3 on a CPU those of a single one.
         activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and recomputes the rest in
             the backward; ``offload``: these inputs also wait in host memory.
         hybrid_shard: ``flat`` shards over all ranks; ``node`` within each node, with replicas across nodes, so that
@@ -155,7 +155,12 @@ class ZeroConfig:
         for key, got, only, why in (
             ("zero.sequence_parallel", self.sequence_parallel, 1, "a batch is shared one way or the other"),
             ("zero/compile", self.compile.name, Compile.none, "a compiled graph would not see the split parameters"),
-            ("zero.optimizer.state_dtype", self.optimizer.state_dtype, StateDtype.fp32, "blocks are not cut"),
+            (
+                "zero.optimizer.state_dtype",
+                self.optimizer.state_dtype,
+                StateDtype.fp32,
+                "it counts elements of whole ones",
+            ),
             ("zero.gather_after_fit", self.gather_after_fit, None, "each rank keeps its part of the module"),
             ("zero.precision.float8", self.precision.float8, Float8.none, "torchao's layers are not split"),
         ):

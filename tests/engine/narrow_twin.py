@@ -1,4 +1,4 @@
-"""Optimizer state in fewer bits, written down once more: number by number in float64, with no part of the package."""
+"""Optimizer state in bf16, rounded once more with no part of the package."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-BLOCK = 256
 
-
-def narrow_twin(make: Callable[[Any], Optimizer], names: Sequence[str], dtype: str, signed: dict[str, bool]) -> Any:
+def narrow_twin(make: Callable[[Any], Optimizer], names: Sequence[str], states: Sequence[str]) -> Any:
     """A maker of an optimizer whose state is rounded after each step; ``names`` are those of its parameters."""
 
     def build(params: Iterable[Tensor]) -> Optimizer:
@@ -26,10 +24,10 @@ def narrow_twin(make: Callable[[Any], Optimizer], names: Sequence[str], dtype: s
             step(*args)
             for name, param in used:
                 count[name] = count.get(name, 0) + 1
-                for which, (state, has_sign) in enumerate(signed.items()):
+                for which, state in enumerate(states):
                     value = optimizer.state[param][state]
                     bits = random_bits(name, param.numel(), count[name], which)
-                    rounded = narrowed(value.numpy().reshape(-1), bits, dtype, has_sign)
+                    rounded = narrowed(value.numpy().reshape(-1), bits)
                     value.copy_(torch.from_numpy(rounded).view(value.shape))
 
         optimizer.step = rounding_step  # type: ignore[method-assign]
@@ -63,29 +61,7 @@ def salt(text: str) -> Any:
     return np.uint64(found)
 
 
-def narrowed(values: Any, noise: Any, dtype: str, signed: bool) -> Any:
+def narrowed(values: Any, noise: Any) -> Any:
     """``values`` [n] fp32 rounded, up where fraction and ``noise`` / 2^16 together make one."""
-    if dtype == "bf16":
-        bits = values.view(np.uint32).astype(np.int64)
-        return ((bits + noise) >> 16 << 16).astype(np.uint32).view(np.float32)
-    out = np.empty_like(values)
-    for low in range(0, len(values), BLOCK):
-        out[low : low + BLOCK] = _block(values[low : low + BLOCK], noise[low : low + BLOCK], signed)
-    return out
-
-
-def _block(values: Any, noise: Any, signed: bool) -> Any:
-    powers = 15 if signed else 31
-    size = np.abs(values.astype(np.float64))
-    exponent = -126 + 3 + powers - 1
-    while 1.875 * 2.0**exponent < size.max():
-        exponent += 1
-    units = [2.0 ** (exponent - powers + 1 + p) / 8 for p in range(powers)]
-    levels = np.array([i * units[0] for i in range(8)] + [i * unit for unit in units for i in range(8, 16)] + [np.inf])
-    below = np.searchsorted(levels, size, side="right") - 1
-    width = np.where(np.isinf(levels[below + 1]), 1.0, levels[below + 1] - levels[below])
-    up = np.floor((size - levels[below]) / width * 2**20) + noise * 16 >= 2**20
-    code = below + up
-    if not signed:
-        code = np.maximum(code, size > 0)
-    return (levels[code] * np.sign(values)).astype(np.float32)
+    bits = values.view(np.uint32).astype(np.int64)
+    return ((bits + noise) >> 16 << 16).astype(np.uint32).view(np.float32)

@@ -160,6 +160,36 @@ class Langevin(_Toy):
             p.sub_(p.grad + torch.randn_like(p), alpha=0.01)
 
 
+class Coin(SignDescent):
+    """Draws one number a step, whatever there is to step."""
+
+    def update(self) -> None:
+        if torch.rand(()) < 0.5:
+            super().update()
+
+
+class WantsTensors(SignDescent):
+    """Fails where a group lists nothing."""
+
+    def update(self) -> None:
+        assert all(group["params"] for group in self.param_groups), "an empty group"
+        super().update()
+
+
+class CountsUsed(_Toy):
+    """Counts steps in the groups that list tensors, and in all."""
+
+    settings: ClassVar = {"lr": 0.01, "step": 0}
+    steps = 0
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            group["step"] += bool(group["params"])
+        self.steps += any(group["params"] for group in self.param_groups)
+        for group, p in self.used():
+            p.sub_(p.grad.sign(), alpha=group["lr"] / (self.steps + group["step"]))
+
+
 class RareClip(_Toy):
     """Couples tensors by a norm over all that few gradients are large enough for."""
 

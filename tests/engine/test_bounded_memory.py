@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Reduction
-from lightning_zero.engine.passes import gradients
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units import build
 from lightning_zero.engine.units.bucket import Bucket
@@ -44,7 +44,22 @@ def test_sharding_a_module_needs_one_unit_beside_what_rests(precision: str) -> N
 
 
 NEVER_DONE = mock.patch.object(Reduction, "done", lambda self: False)
-ALWAYS_COMES = mock.patch.object(Reducer, "_comes", lambda self, pending: True)
+
+
+class OnDevice:
+    """A communicator whose messages a stream of a device would wait for."""
+
+    queues = True
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+
+def as_on_a_device(side: Sharded) -> None:
+    side.engine.passes.reducer.comm = OnDevice(side.engine.comm)  # type: ignore[assignment]
 
 
 @on_ranks(2, full=(3,))
@@ -62,7 +77,8 @@ def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int,
     module = Model(width=64, depth=12)
     limit = max(b.numel() for b in module.parameters()) * 4
     side, twin = beside_twin(module, stage=stage, dynamic_graph=dynamic_graph, reduce_bucket_bytes=limit)
-    with NEVER_DONE, ALWAYS_COMES, mock.patch.object(Reducer, "_issue", issued), side:
+    as_on_a_device(side)
+    with NEVER_DONE, mock.patch.object(Reducer, "_issue", issued), side:
         sizes = [b.layout.numel * 4 for b in side.engine.buckets]
         of_unit = sum(b.layout.numel * 4 for b in side.engine.units[3].buckets)
         for step in range(2):
@@ -96,18 +112,9 @@ SMALL = {"stage": 3, "reduce_bucket_bytes": 1 << 12, "stall_timeout_s": 30.0}
 def test_ranks_that_take_other_paths_do_not_wait_for_each_other_in_a_circle(dynamic_graph: bool) -> None:
     # One may wait for gathers of another in its backward.
     module = forks(lambda m, number: (number + m.turn) % 3 != torch.distributed.get_rank())
-    with NEVER_DONE, ALWAYS_COMES, Sharded(module, dynamic_graph=dynamic_graph, **SMALL) as side:
+    with NEVER_DONE, Sharded(module, dynamic_graph=dynamic_graph, **SMALL) as side:
+        as_on_a_device(side)
         train(side, range(3))
-
-
-@on_ranks(2, full=(3,))
-def test_ranks_that_leave_their_one_path_are_not_waited_for_without_end() -> None:
-    """What was true in the passes before is not any more, and a rank that waits is needed by another."""
-    module = forks(lambda m, number: m.turn < 2 or bool(number % 3))  # all blocks at first
-    with NEVER_DONE, mock.patch.object(gradients, "PATIENCE_S", 0.05), Sharded(module, **SMALL) as side:
-        for step in range(6):
-            module.turn = step if torch.distributed.get_rank() else 0
-            train(side, [step])
 
 
 # -- models without repeated blocks, divided by size ------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tests.harness import on_ranks, run
 from tests.models import VOCABULARY, Does, Model, frozen, linear
 from tests.trainer.step_peak import _silence
 
-SMALL_WINDOWS = 3000  # bytes: several windows for the models here
+SMALL = 3000  # bytes: several messages for the models here
 
 
 def clip_by(twin: Twin, norm: Tensor, max_norm: float) -> None:
@@ -56,7 +56,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "clip": (False, True),
     "precision": ("fp32", "bf16", "bf16_true"),
     "offload": ("none", "optimizer_cpu", "cpu", "optimizer_nvme", "nvme"),
-    "window": (SMALL_WINDOWS, 1 << 28),
+    "message": (SMALL, 1 << 28),
     "optimizer": tuple(OPTIMIZERS),
 }
 Case = namedtuple("Case", VALUES)
@@ -70,7 +70,7 @@ MORE = [  # every row and number of ranks with every optimizer, and all ways to 
     case
     for case in MATRIX
     if case not in SELECTED
-    and case.window == SMALL_WINDOWS
+    and case.message == SMALL
     and (case[2:5] == (2, True, "bf16") or (case.optimizer == "muon_and_adam" and case.world == 2))
 ]
 
@@ -86,7 +86,7 @@ def train_case(case: Case, folder: Path) -> None:
         elif case.clip:
             norms.append(side.clip(0.05))
 
-    settings = {"stage": case.stage, "precision": case.precision, "reduce_bucket_bytes": case.window}
+    settings = {"stage": case.stage, "precision": case.precision, "reduce_bucket_bytes": case.message}
     side_by_side(OPTIMIZERS[case.optimizer], work, **settings, **offload(case.offload, folder))
 
 
@@ -106,7 +106,7 @@ def test_a_step_is_that_of_one_process(case: Case, tmp_path: Path) -> None:
 def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(
     name: str, stage: int, row: str, tmp_path: Path
 ) -> None:
-    more = {"reduce_bucket_bytes": SMALL_WINDOWS, **offload(row, tmp_path)}
+    more = {"reduce_bucket_bytes": SMALL, **offload(row, tmp_path)}
     with with_twin(stage=stage, optimizer=OPTIMIZERS[name], shaped=True, **more) as (side, twin):
         train_both((side, twin), range(2))
         state, weights = state_of(side), side.engine.state_dict(only_rank_0=False)
@@ -147,7 +147,7 @@ def side_by_side(
     **settings: Any,
 ) -> None:
     """Train as a plain optimizer of whole tensors; ``between`` is called on both sides behind each step."""
-    settings = {"reduce_bucket_bytes": SMALL_WINDOWS, **settings}
+    settings = {"reduce_bucket_bytes": SMALL, **settings}
     with with_twin(build, optimizer=make, shaped=True, **settings) as sides:
         for step in range(steps):
             for side in sides:
@@ -217,6 +217,12 @@ def in_part(side: Any, step: int) -> None:
     side.backward(side.module(torch.full((2, 9), step + 1.0), step % 2 == 1).square().sum())
 
 
+def in_groups(params: Any) -> Optimizer:
+    """Two groups, the second of one tensor: ranks have none of it."""
+    *some, last = params
+    return toys.CountsUsed([{"params": some}, {"params": [last]}])
+
+
 def flagged(params: Any) -> Optimizer:
     params = list(params)
     for place, param in enumerate(params):
@@ -226,11 +232,11 @@ def flagged(params: Any) -> Optimizer:
 
 @pytest.mark.sample
 @on_ranks(2)
-@pytest.mark.parametrize("make", [toys.Counting, flagged, toys.Slow])
+@pytest.mark.parametrize("make", [toys.Counting, toys.CountingObjects, in_groups, flagged, toys.Slow])
 def test_classes_as_people_write_them(make: Any) -> None:
-    """Collections and functions in attributes, state from the beginning, wrappers."""
+    """Collections, functions and objects in attributes, counts of some groups, state from the beginning, wrappers."""
     side_by_side(make, in_part, build=optional, steps=5, reduce_bucket_bytes=500)
-    with Sharded(Model(), optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+    with Sharded(Model(), optimizer=make, reduce_bucket_bytes=SMALL) as side:
         train(side, range(2))
         loss = side.optimizer.step(lambda: torch.ones(()))  # no gradient at all: counted, as in one process
         assert float(loss) == 1
@@ -275,7 +281,7 @@ def test_optimizers_that_are_told_to_and_classes_with_a_step_of_their_own_step_w
 @on_ranks(2)
 def test_state_that_finds_no_room_is_an_error_on_all() -> None:
     """A budget that the state is beyond, after all that could be known of it before."""
-    settings = {"offload": "optimizer_cpu", "reduce_bucket_bytes": SMALL_WINDOWS}
+    settings = {"offload": "optimizer_cpu", "reduce_bucket_bytes": SMALL}
     side = Sharded(Model(), stage=2, optimizer=toys.Shampoo, **settings)
     language_work(side, 0)
     tiers = side.engine.tiers
@@ -289,11 +295,11 @@ def test_state_that_finds_no_room_is_an_error_on_all() -> None:
 
 @pytest.mark.sample
 @on_ranks(2, 3)
-@pytest.mark.parametrize("window", [1 << 14, 1 << 28])
-def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> None:
+@pytest.mark.parametrize("limit", [1 << 14, 1 << 28])
+def test_a_step_takes_the_bytes_and_messages_that_were_planned(limit: int) -> None:
     torch.default_generator.manual_seed(3)
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
-    with Sharded(module, stage=3, optimizer=toys.SignDescent, reduce_bucket_bytes=window) as side:
+    with Sharded(module, stage=3, optimizer=toys.SignDescent, reduce_bucket_bytes=limit) as side:
         engine, sharded = side.engine, side.engine.optimizers[0]
         side.backward(module(torch.ones(2, 64)).square().sum())
         side.step()
@@ -311,14 +317,15 @@ def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> N
         # A thread of the library lets go of a message when it comes to it, which may be after this one has gone on.
         peaks += [peak_of(side.step) for _ in range(7)]
         largest = min(peaks)
-        windows = sharded._windows  # type: ignore[attr-defined]
-        assert sum(n for (kind, _), n in sent.items() if kind == "all_to_all") == 2 * len(windows)
+        messages = sharded._messages  # type: ignore[attr-defined]
+        assert sum(n for (kind, _), n in sent.items() if kind == "all_to_all") == 2 * len(messages)
         assert all(kind == "all_to_all" for kind, _ in sent)
         planned = sharded.step_peak()
         temporary = 64 * 64 * 4  # of the optimizer: a sign
         assert planned <= largest <= planned + temporary + 20_000
-        whole = max(sum(2 * 4 * tensor.info.numel for tensor in w) for w in windows)
-        assert largest <= 3 * whole + temporary + 20_000
+        own = sum(2 * 4 * t.info.numel for message in messages for t in message if t.is_owner)
+        message = max(sum(2 * 4 * tensor.info.numel for tensor in m) for m in messages)
+        assert own <= largest <= own + message + temporary + 20_000
 
 
 def peak_of(act: Any) -> int:
@@ -338,7 +345,7 @@ def peak_of(act: Any) -> int:
 @pytest.mark.parametrize(("hybrid_shard", "beside"), [("node", "node"), ("node_backward", "flat")])
 def test_shards_within_a_node_and_replicas_across_nodes(hybrid_shard: str, beside: str) -> None:
     """Each replica steps all tensors, divided among its ranks; one saves their state."""
-    settings = {"node": f"node {torch.distributed.get_rank() // 2}", "reduce_bucket_bytes": SMALL_WINDOWS}
+    settings = {"node": f"node {torch.distributed.get_rank() // 2}", "reduce_bucket_bytes": SMALL}
     found = []
     for stage, name in ((0, beside), (3, hybrid_shard)):
         torch.default_generator.manual_seed(3)
@@ -359,7 +366,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_none_waits() -> None:
                 raise ArithmeticError("no root")
             super().update()
 
-    side = Sharded(Model(), optimizer=Failing, reduce_bucket_bytes=SMALL_WINDOWS)
+    side = Sharded(Model(), optimizer=Failing, reduce_bucket_bytes=SMALL)
     language_work(side, 0)
     side.optimizer.broken = True  # type: ignore[attr-defined]
     with pytest.raises((ArithmeticError, FailedElsewhereError), match="no root") as caught:
@@ -429,8 +436,9 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
     refusals = {
         toys.NormOverAll: "depends on the other tensors",
         toys.RareClip: "depends on the other tensors",
-        toys.CountingObjects: "depends on the other tensors.*outside of its param groups",
         toys.Langevin: "depends on the other tensors.*zero/stage=zero0",
+        toys.Coin: "depends on the other tensors.*random numbers",
+        toys.WantsTensors: "fails if a param group lists none: AssertionError: an empty group.*zero/stage=zero0",
         Sending: "sends messages between ranks itself",
         Picky: "(?s)could not be tried.*too even.*zero.optimizer.sharding=tensors",
     }
@@ -441,6 +449,7 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
             engine.add_optimizer(make(module.parameters()))
         engine.release()
     side_by_side(Picky, stage=1, optimizer_settings={"sharding": "tensors"})
+    side_by_side(toys.WantsTensors, stage=0)
     side_by_side(toys.NormOverAll, stage=0)  # in one call, as in one process
     side_by_side(toys.Shared, in_part, build=optional, steps=4, stage=0)
     with Sharded(Model(), stage=0, optimizer=toys.NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):

@@ -1,13 +1,14 @@
-"""Owners of whole tensors: the work is even, owners stay, and messages meet."""
+"""Owners of whole tensors: the work is even, and owners stay."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from lightning_zero.planning.layout import lay_out
-from lightning_zero.planning.owners import Transfer, choose_owners, find_route, matrix_work, split_windows, step_peak
+from lightning_zero.planning.buckets import BucketShape, Itemsizes, place
+from lightning_zero.planning.owners import choose_owners, matrix_work, split_messages
+from lightning_zero.planning.placement import ON_DEVICE, STAGES, Tier
+from lightning_zero.planning.tensor_states import TensorState, TensorStates
+from lightning_zero.settings import Stage
 
 
 @pytest.mark.parametrize(
@@ -18,48 +19,39 @@ def test_work_is_that_of_a_product_with_the_shorter_side(shape: tuple[int, ...],
     assert matrix_work(shape) == work
 
 
-def test_windows_are_whole_units_up_to_the_limit_and_parts_of_larger_ones() -> None:
-    assert split_windows([4, 4, 4, 10, 1, 1], [0, 0, 1, 2, 3, 3], 12) == [[0, 1, 2], [3, 4, 5]]
-    assert split_windows([4, 4, 4, 10, 1, 1], [0, 0, 1, 2, 3, 3], 5) == [[0], [1], [2], [3], [4, 5]]
-    assert split_windows([], [], 5) == []
-    for seed in range(20):
-        rng = random.Random(seed)
-        nbytes = [rng.randint(1, 20) for _ in range(15)]
-        units = sorted(rng.randint(0, 5) for _ in nbytes)
-        windows = split_windows(nbytes, units, 24)
-        assert [place for window in windows for place in window] == list(range(15))
-        assert all(sum(nbytes[p] for p in window) <= 24 or len(window) == 1 for window in windows)
+def test_messages_have_whole_units_up_to_the_limit_or_a_larger_one() -> None:
+    assert split_messages([4, 4, 4, 10, 1, 1], [0, 0, 1, 2, 3, 3], 12) == [[0, 1, 2], [3, 4, 5]]
+    assert split_messages([4, 4, 4, 10, 1, 1], [0, 0, 1, 2, 3, 3], 5) == [[0, 1], [2], [3], [4, 5]]
+    assert split_messages([], [], 5) == []
 
 
-def test_blocks_are_divided_evenly_in_all_and_in_each_window() -> None:
+def test_blocks_are_divided_evenly() -> None:
     blocks = 8
     costs = [matrix_work(shape) for shape in ((192, 64), (64, 64), (256, 64), (64, 256))] * blocks
-    windows = [[4 * block + n for n in range(4)] for block in range(blocks)]
     for ranks in (1, 2, 3, 4, 8):
-        owners = choose_owners(costs, windows, ranks, [None] * len(costs))
+        owners = choose_owners(costs, ranks, [None] * len(costs))
         loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(ranks)]
         assert max(loads) <= 1.12 * sum(loads) / ranks, ranks
-        if ranks == 4:  # as many as a window has tensors
-            assert all(len({owners[place] for place in window}) >= 3 for window in windows)
 
 
 def test_owners_stay_and_new_tensors_go_where_there_is_room() -> None:
     costs = [8, 8, 1, 9]
-    first = choose_owners(costs[:3], [[0, 1], [2]], 2, [None] * 3)
+    first = choose_owners(costs[:3], 2, [None] * 3)
     assert sorted(first[:2]) == [0, 1]
-    kept = choose_owners(costs, [[0, 1], [2, 3]], 2, [1, 1, 0, None])
-    assert kept == [1, 1, 0, 0]
+    assert choose_owners(costs, 2, [1, 1, 0, None]) == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_rank_holds_at_most_two_and_a_half_windows_beside_its_shards(ranks: int) -> None:
-    """Also where one rank owns all of a window, and the next one too."""
-    numels = [4096] * 6
-    layouts = [lay_out(numels, ranks)]
-    for owners in ([0] * 6, [0, 1] * 3, [1] * 3 + [0] * 3):
-        windows = [[Transfer(0, slot, owners[slot], 4, 4)] for slot in range(6)]
-        whole = 4096 * 8
-        for rank in range(ranks):
-            routes = [find_route(window, layouts, rank) for window in windows]
-            values = [whole // 2 * (owners[slot] == rank) for slot in range(6)]
-            assert step_peak(routes, values, values) <= 2.5 * whole
+def test_a_step_holds_masters_and_gradients_of_all_that_a_rank_owns() -> None:
+    """And on a device copies of what rests on the host, with their state."""
+    shape = BucketShape(0, (64, 64), Itemsizes(4, 4, 4, 4))
+    states = TensorStates(((TensorState(0, 1, (256,)), TensorState(0, 1, (256,))),), 1)
+    on_host = ON_DEVICE._replace(master=Tier.host)
+    for ranks, tiers, has_link, expected in (
+        (1, ON_DEVICE, True, 0),
+        (1, on_host, False, 0),
+        (1, on_host, True, 2 * (256 + 256 + 256)),
+        (2, ON_DEVICE, True, 256 + 256 + 256),  # of the one that it owns, half of which arrives
+        (2, on_host, True, 256 + 256 + 256 + 256),
+    ):
+        buckets = [place(shape, STAGES[Stage.zero1], tiers, ranks)]
+        assert states.of_fullest_rank(buckets, has_link=has_link).step == expected, (ranks, tiers, has_link)

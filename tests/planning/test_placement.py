@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_zero.planning.placement import OFFLOADS, STAGES, Placement, Tier, logical_collectives
+from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, STAGES, Placement, Tier, logical_collectives
 from lightning_zero.planning.topology import by_node, by_part, flat, in_levels, is_even, within_nodes
 from lightning_zero.settings import ConfigError, Offload, Stage
 
@@ -70,3 +70,9 @@ def test_uneven_nodes_are_refused_with_their_ranks() -> None:
     assert not is_even(["a", "a", "b"]) and is_even(["a", "b"])
     with pytest.raises(ConfigError, match=r"zero.hybrid_shard=node: .* got 2 on a, 1 on b\. .*hybrid_shard=flat"):
         by_node(["a", "a", "b"])
+
+
+def test_a_row_of_gradients_alone_takes_room_and_gathers_on_the_device() -> None:
+    alone = ON_DEVICE._replace(grad=Tier.host)
+    assert (alone.leaves_device, alone.gathers_from_host) == (True, False)
+    assert all(row.gathers_from_host == (row != ON_DEVICE) for row in OFFLOADS.values())

@@ -103,7 +103,7 @@ KINDS: dict[str, Kind] = {
     "two optimizers": Kind(TwoOptimizers),
     "state in lists": Kind(StateInLists, WIDE),
     "Muon of torch": Kind(MuonOfTorch, WIDE),
-    "int8 state": Kind(Odd, {"optimizer": {"state_dtype": "int8"}}),
+    "bf16 state": Kind(Odd, {"optimizer": {"state_dtype": "bf16"}}),
     "averages": Kind(Odd, callbacks=lambda: [EMAWeightAveraging(decay=0.8)]),
     "frozen left out": Kind(
         toys.Frozen, {"exclude_frozen": True}, lambda: [EMAWeightAveraging(decay=0.8)], lambda: seeded(toys.Frozen)

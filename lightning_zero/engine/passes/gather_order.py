@@ -47,7 +47,6 @@ class GatherOrder:
     _history: list[int] = field(default_factory=list)
     _one_path: bool = True  # all ranks have asked for the same units so far
     _idle: deque[Unit] = field(default_factory=deque)  # units that were gathered and not used yet
-    _guess: Cursor | None = None  # under dynamic: the order of the last pass, to guess the next unit
     _leaving: Unit | None = None  # a resharded unit, whose memory is freed after the next gather is issued
 
     def plans_changed(self) -> None:
@@ -58,14 +57,12 @@ class GatherOrder:
         """Start a pass. All passes with the same ``key`` should use units in the same order. If ``cyclic``, a pass can
         run through this order several times."""
         self._key, self._cyclic = key, cyclic
-        plan = self.plans.get(key)
-        follows = plan is not None and not self.dynamic and not self.apart
-        self._issued.pass_begins(one_path=plan is not None and follows and plan.one_path)
+        plan = None if self.apart else self.plans.get(key)
+        self._issued.pass_begins(one_path=plan is not None and plan.one_path)
         self._one_path = True
         anything = any(unit.reshards for unit in self.units)  # else a pass has no gathers
-        self._agreeing = not follows and anything
-        self._cursor = Cursor(plan) if plan is not None and follows else None
-        self._guess = Cursor(plan) if plan is not None and self.dynamic else None
+        self._agreeing = plan is None and anything
+        self._cursor = Cursor(plan) if plan is not None else None
         self._history = []
         self._idle.clear()
 
@@ -128,7 +125,8 @@ class GatherOrder:
             while set(wants := self._exchange(DONE)) != {DONE}:
                 self._serve(wants)
                 self._drop_idle()
-            self._learn()
+            if not self.dynamic:
+                self._learn()
         elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
             for index in self._cursor.rest():
                 self._issue(index, ahead=True)
@@ -159,30 +157,18 @@ class GatherOrder:
 
     def _serve(self, wants: Sequence[int], own: Unit | None = None) -> None:
         wanted = list(dict.fromkeys(want for want in wants if want not in (CALLED, DONE)))
-        if wanted and self._guess is not None:
-            wanted += self._guessed(wanted)
         for index in wanted:
             self._history.append(index)
             self._issue(index, ahead=own is None or index != own.index)
 
-    def _guessed(self, wanted: Sequence[int]) -> list[int]:
-        """Return a list with the index of the unit that followed units ``wanted`` in the last pass; an empty list if
-        none did. Equal on all ranks."""
-        assert self._guess is not None
-        if any(self._guess.up_to(index) is None for index in wanted):
-            return []
-        following = self._guess.peek()
-        return [] if following is None or following in wanted else [following]
-
     def _learn(self) -> None:
         if self.apart:
             return
-        if self._key in self.plans and not self.dynamic:
+        if self._key in self.plans:
             del self.plans[self._key]  # incomplete; the next pass records a whole one
             return
         nbytes = [unit.gathered_nbytes for unit in self.units]
-        keep = 0 if self.dynamic else self.keep_bytes
-        plan = compile_plan(self._history, nbytes, keep, cyclic=self._cyclic)
+        plan = compile_plan(self._history, nbytes, self.keep_bytes, cyclic=self._cyclic)
         self.plans[self._key] = plan._replace(one_path=self._one_path)
 
     # -- issuing --------------------------------------------------------------------------------------------------

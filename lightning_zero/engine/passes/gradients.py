@@ -12,7 +12,6 @@ A rank without gradients for a bucket reduces zeros, because other ranks may hav
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -39,10 +38,6 @@ class IssuedReductions:
     def pass_begins(self, *, one_path: bool) -> None:
         self.here = self.everywhere = 0
         self.one_path = one_path
-
-
-PATIENCE_S = 2.0  # longest wait for a reduction in flight, inside a backward
-_POLL_S = 0.0002
 
 
 class Reducer:
@@ -233,31 +228,16 @@ class Reducer:
         order, *_ = self.comm.all_gather_objects(seen + rest, "the order of reductions")
         self._orders[self._key] = [buckets[i] for i in order]
 
-    def _may_wait_for(self, pending: Reduction) -> bool:
-        """Return whether this rank can safely wait in a backward for ``pending``, its oldest reduction in flight.
+    def _may_wait(self) -> bool:
+        """Return whether this rank can safely wait in a backward for its oldest reduction in flight.
 
         A waiting rank issues no gathers. So it waits only if all ranks have issued that reduction, or need no gather
-        before they issue it. Otherwise ranks could wait for each other for ever.
+        before they issue it. Otherwise ranks could wait for each other for ever. On a device a stream waits, not the
+        host, so there it is enough that all ranks use the same units.
         """
         oldest = self._issued.here - len(self._in_flight)
-        if oldest < self._issued.everywhere or not self._gathers_in_backward:
-            return True
-        return self._issued.one_path and self._comes(pending)
-
-    def _comes(self, pending: Reduction) -> bool:
-        """Wait up to ``PATIENCE_S`` for a reduction. Returns whether it has arrived. On a device the stream waits
-        instead, and the result is True at once.
-
-        A rank that skips a parameter issues its reduction only at the end of the backward. Then this rank exceeds the
-        memory bound once; from the next backward on that bucket comes last.
-        """
-        deadline = time.monotonic() + PATIENCE_S
-        while not self.comm.queues and not pending.done():
-            if time.monotonic() > deadline:
-                self._issued.one_path = False
-                return False
-            time.sleep(_POLL_S)
-        return True
+        is_sent = oldest < self._issued.everywhere
+        return is_sent or not self._gathers_in_backward or (self.comm.queues and self._issued.one_path)
 
     def abort(self, deadline: float) -> None:
         """Drop the gradients of a backward that raised. Sends nothing; awaits messages in flight until ``deadline``."""
@@ -292,7 +272,7 @@ class Reducer:
         while self._in_flight:
             _, pending = self._in_flight[0]
             crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes
-            if not (pending.done() or (crowded and self._may_wait_for(pending))):
+            if not (pending.done() or (crowded and self._may_wait())):
                 break
             self._land()
         full = grads.complete()

@@ -38,7 +38,7 @@ from lightning_zero.optimizers.known import (
     start_state,
     without_hooks,
 )
-from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
+from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, narrow_states
 from lightning_zero.optimizers.refused import check_narrow_groups
 from lightning_zero.optimizers.slices import check_declared
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, leaves_of
@@ -289,8 +289,8 @@ class ShardedOptimizer(Stepper):
             dtype_of, cut = (lambda p: places(p).bucket.dtypes.master), (lambda p: places(p).slices)
             check_declared(optimizer, dtype_of, cut, torch.device(device_type))
         self._stochastic, self._state_dtype = stochastic_rounding, state_dtype
-        formats = formats_of(optimizer, state_dtype)
-        self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)
+        narrow = narrow_states(optimizer, state_dtype)
+        self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), narrow=narrow)
         self._device_type = device_type
         self._known = is_known(optimizer)
         self._patch()
@@ -368,7 +368,7 @@ class ShardedOptimizer(Stepper):
         )
 
     def check_groups(self, groups: Sequence[Saved]) -> None:
-        if self.runs.formats:
+        if self.runs.narrow:
             check_narrow_groups(self.optimizer, self._state_dtype, groups)
 
     def _shape_of_state(self, place: Place, name: str) -> Sequence[int] | None:
@@ -390,7 +390,7 @@ class ShardedOptimizer(Stepper):
     # -- step -----------------------------------------------------------------------------------------------------
 
     def _step(self, used: set[int]) -> set[Bucket]:
-        if self.runs.formats:  # users may have added groups, or changed them
+        if self.runs.narrow:  # users may have added groups, or changed them
             self.check_groups(self.optimizer.param_groups)
         changed = self._arrange(used)
         # The worker steps buckets on the host. Unknown optimizers may count steps per group, so step them at once.
@@ -483,7 +483,7 @@ class ShardedOptimizer(Stepper):
                     continue
                 part = full[run.run.start : run.run.start + run.tensor.numel()]
                 apart = self._rounds(run) or part.dtype != run.tensor.dtype or factor is not None
-                if self._known and (apart or self.runs.formats):
+                if self._known and (apart or self.runs.narrow):
                     in_pieces.append((index, run, part, factor))
                     continue
                 run.tensor.grad = part.to(run.tensor.device, run.tensor.dtype)
@@ -521,7 +521,7 @@ class ShardedOptimizer(Stepper):
         for index, run, grad, factor in runs:
             group = groups[index]
             shadow.param_groups = [group]
-            narrow = bool(self.runs.formats)
+            narrow = bool(self.runs.narrow)
             if not narrow:
                 start_state(shadow, group, [run.tensor])
             dtype = dtype_of_step(run.tensor, grad, rounds=self._rounds(run) or narrow)
@@ -535,7 +535,7 @@ class ShardedOptimizer(Stepper):
                 start, names = run.run.start, run.bucket.params
                 places = [(replace(f, start=f.start - start), names[f.index].fqn) for f in run.run.fragments]
                 state, step = shadow.state[run.tensor], self.runs.step_count(run)
-                one = NarrowStep(run.tensor, grad, state, self.runs.formats, places, step, factor, rounding)
+                one = NarrowStep(run.tensor, grad, state, self.runs.narrow, places, step, factor, rounding)
                 one.by(shadow, memory)
             else:
                 step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.optimizers.known import PER_TENSOR, base_of, is_elementwise, is_per_tensor
-from lightning_zero.optimizers.low_bits import STORE_CHUNK, Format
+from lightning_zero.optimizers.low_bits import STORE_CHUNK
 from lightning_zero.optimizers.state_trees import Saved, State
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
 from lightning_zero.ranks.progress import LongWork
@@ -49,7 +49,7 @@ class Runs:
 
     optimizer: Optimizer  # holds the state, keyed by the runs' tensors
     per_fragment: bool  # every fragment is a run of its own
-    formats: Mapping[str, Format]  # by name, of states that rest in fewer bits than the master
+    narrow: Sequence[str]  # names of states that rest in bf16 beside wider masters
     rounded: bool = False  # whether the last load rounded values
     _steps: dict[tuple[Bucket, int], int] = field(default_factory=dict)  # step count of a parameter
     _runs: dict[Bucket, list[tuple[int, FlatRun]]] = field(default_factory=dict)  # (param group, run), in order
@@ -148,15 +148,10 @@ class Runs:
             if not is_elementwise(self.optimizer, name, value, first.tensor):
                 result[name] = _beside(value, first.tensor, target.tensor)
                 continue
-            form = self.formats.get(name)
-            if form is not None:
-                result[name] = form.zeros(target.tensor.numel(), target.tensor.device)
-            else:
-                result[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
-            part_of = form.part if form is not None else lambda whole, low, high: whole[low:high]
+            result[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
             for low, high, source in pieces:
-                part = part_of(states[id(source)][name], low - source.run.start, high - source.run.start)
-                part_of(result[name], low - target.run.start, high - target.run.start).copy_(part)
+                part = states[id(source)][name][low - source.run.start : high - source.run.start]
+                result[name][low - target.run.start : high - target.run.start].copy_(part)
         return result
 
     # -- another plan of the bucket ---------------------------------------------------------------------------------
@@ -195,16 +190,10 @@ class Runs:
                 yield Fragment(info.slot, 0, 0, 0, 0), self._sliced(alike, 0, 0)
 
     def _sliced(self, run: FlatRun, start: int, numel: int) -> State:
-        found: State = {}
-        for name, value in self.optimizer.state[run.tensor].items():
-            form = self.formats.get(name)
-            packed = form if form is not None and form.is_packed else None
-            found[name] = (
-                FlatSlice(value, start, numel, packed)
-                if is_elementwise(self.optimizer, name, value, run.tensor)
-                else value
-            )
-        return found
+        return {
+            name: FlatSlice(value, start, numel) if is_elementwise(self.optimizer, name, value, run.tensor) else value
+            for name, value in self.optimizer.state[run.tensor].items()
+        }
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
         """Replace all optimizer state by this rank's part of `states`, which are whole tensors and plain values.
@@ -228,11 +217,9 @@ class Runs:
         for bucket in long_work.items(kept, "loading optimizer state, in buckets"):
             self._fill(bucket, states, held)
         if self.rounded:
-            kinds = {form.dtype.name for form in self.formats.values()}
             _log.info(
-                "zero.optimizer.state_dtype=%s: the optimizer state that was loaded is wider, and was rounded to "
-                "nearest.",
-                *kinds,
+                "zero.optimizer.state_dtype=bf16: the optimizer state that was loaded is wider, and was rounded to "
+                "nearest."
             )
 
     def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State] | None) -> None:
@@ -256,8 +243,8 @@ class Runs:
                     value = torch.tensor(float(value))  # as torch's load of what old versions have saved
                 state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
                 continue
-            if (form := self.formats.get(name)) is not None:
-                state[name] = self._narrowed(run, name, states, form, old.get(name))
+            if name in self.narrow:
+                state[name] = self._narrowed(run, name, states, old.get(name))
                 continue
             dtype = run.tensor.dtype if value.is_floating_point() and held is not None else value.dtype
             flat = _zeros(run.tensor, dtype, old.get(name))
@@ -268,11 +255,9 @@ class Runs:
             state[name] = flat
         self.optimizer.state[run.tensor] = state
 
-    def _narrowed(self, run: FlatRun, name: str, states: ParamStates, form: Format, held: object) -> Tensor:
-        """Return a run's state tensor `name`, cut from whole `states`, rounded to `form`. Reuse `held` if it fits."""
-        flat = form.zeros(run.tensor.numel(), run.tensor.device)
-        if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (flat.shape, flat.dtype, flat.device):
-            flat = held.zero_()
+    def _narrowed(self, run: FlatRun, name: str, states: ParamStates, held: object) -> Tensor:
+        """Return a run's state tensor `name`, cut from whole `states`, rounded to bf16. Reuse `held` if it fits."""
+        flat = _zeros(run.tensor, torch.bfloat16, held)
         for fragment in run.run.fragments:
             info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
             first = fragment.start - run.run.start
@@ -280,7 +265,8 @@ class Runs:
                 numel = min(STORE_CHUNK, fragment.numel - low)
                 values = torch.empty(numel, dtype=torch.float32, device=run.tensor.device)
                 info.copy_part(whole, fragment.offset + low, values)
-                self.rounded |= form.store(values, form.place(flat, first + low, numel))
+                place = flat[first + low : first + low + numel].copy_(values)
+                self.rounded |= not torch.equal(place.float().nan_to_num_(), values.nan_to_num_())
         return flat
 
 

@@ -282,7 +282,7 @@ class AfterStep:
             self._worker.wait()
         # Also buckets without a job on this rank: all ranks must agree on which buckets still await a step.
         for bucket in self._numbers:
-            if bucket.leaves_device:
+            if bucket.gathers_from_host:
                 bucket.awaited_step.wait()
                 bucket.param_store.wait_for_rest()  # a write to files may end later, and may fail
 

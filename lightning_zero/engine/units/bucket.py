@@ -137,7 +137,7 @@ class Bucket:
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
         self.trainable = plan.trainable
         self.shards_master, self.accumulates = plan.shards_master, plan.accumulates_locally
-        self.steps_on_host, self.leaves_device = plan.steps_on_host, plan.tiers.leaves_device
+        self.steps_on_host, self.gathers_from_host = plan.steps_on_host, plan.tiers.gathers_from_host
         self.owned_range = plan.owned_range(self.comm.shard_rank)
 
     def _make_views(self) -> None:
@@ -380,7 +380,7 @@ class Bucket:
     def gather_begin(self, *, of_node: bool = False) -> Pending:
         """Issue the gather of compute parameters, with `of_node` from slices that this node's ranks kept. Collective.
 
-        On a device with streams, :func:`gather_together` is used instead for buckets that rest on the device.
+        On a device with streams, :func:`gather_together` is used instead for buckets that are gathered from there.
         """
         if of_node:
             data, label = self.prepare_gather(of_node=True)
@@ -389,7 +389,7 @@ class Bucket:
         self.awaited_step.wait()
         with self.comm.streams.pool_of("gather"):
             self.full.allocate()
-        if not self.leaves_device:
+        if not self.gathers_from_host:
             self.param_store.prepare(self._own_part)
             return self.comm.all_gather(self.full.data, self.label)
         # Issued from the host-to-device stream, the gather waits for the copies of the last step and of `prepare`. From

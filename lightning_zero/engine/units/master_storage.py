@@ -25,9 +25,7 @@ from torch import Tensor
 
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
-from lightning_zero.optimizers.low_bits import Format
 from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.state_dtype import BLOCK
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
@@ -392,39 +390,24 @@ def copy_cast(source: Tensor, target: Tensor) -> None:
 
 
 class FlatSlice(NamedTuple):
-    """Refers to adjacent elements of `whole`, a flat tensor in a storage. A closed storage can have these in a file.
-
-    With a `packed` format, `whole` has one row for each block of elements (optimizers/low_bits.py).
-    """
+    """Refers to adjacent elements of `whole`, a flat tensor in a storage. A closed storage can have these in a file."""
 
     whole: Tensor
     start: int
     numel: int
-    packed: Format | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
 
     @property
     def tensor(self) -> Tensor:
         """Return the values [numel]. The storage must be open."""
-        low, high = self.rows
-        return self.of(self.whole[low:high])
+        return self.whole[self.start : self.stop]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.whole.dtype if self.packed is None else torch.bfloat16
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """Return (start, stop) of the rows of `whole` that hold the elements. If not packed, a row is one element."""
-        if self.packed is None:
-            return self.start, self.start + self.numel
-        return self.start // BLOCK, -(-(self.start + self.numel) // BLOCK)
-
-    def of(self, rows: Tensor) -> Tensor:
-        """Return the values [numel] in `rows`, which equal the rows of `whole` that hold them. Unpacks packed rows."""
-        if self.packed is None:
-            return rows
-        first = self.start % BLOCK
-        return self.packed.values(rows)[first : first + self.numel]
+        return self.whole.dtype
 
     def part(self, start: int, numel: int) -> FlatSlice:
         return self._replace(start=self.start + start, numel=numel)

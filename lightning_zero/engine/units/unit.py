@@ -103,7 +103,7 @@ class Unit:
     def _issue(self, buckets: Sequence[Bucket], *, of_node: bool = False) -> None:
         together: list[Bucket] = []
         if buckets and buckets[0].comm.streams.are_there:
-            together = [b for b in buckets if of_node or not b.leaves_device]
+            together = [b for b in buckets if of_node or not b.gathers_from_host]
         for comm in dict.fromkeys(bucket.comm for bucket in together):
             self.pending.append(gather_together([b for b in together if b.comm is comm], of_node=of_node))
         # One by one, so that `abandon` can end the earlier gathers if a later one cannot be issued.

@@ -43,8 +43,7 @@ class Snapshot:
         self._spans: dict[int, _Span] = {}
         for part in (part for parts in wanted.values() for part in parts):
             span = self._spans.setdefault(id(part.whole), _Span(part.whole))
-            low, high = part.rows
-            span.start, span.stop = min(span.start, low), max(span.stop, high)
+            span.start, span.stop = min(span.start, part.start), max(span.stop, part.stop)
         self._copied: Future[None] = Future()
         try:
             for storage in wanted:
@@ -60,7 +59,7 @@ class Snapshot:
     @staticmethod
     def nbytes(wanted: Mapping[MasterStorage, Sequence[FlatSlice]]) -> int:
         """Return about how many bytes of host memory the copies take."""
-        return sum(part.whole[:1].nbytes * (part.rows[1] - part.rows[0]) for parts in wanted.values() for part in parts)
+        return sum(part.numel * part.whole.element_size() for parts in wanted.values() for part in parts)
 
     def stage(self) -> None:
         """Copy the values to the host, then let writes to the storages go on. Called in the thread that saves them."""
@@ -85,8 +84,7 @@ class Snapshot:
     def read(self, part: FlatSlice) -> Tensor:
         """Return the copied values of ``part`` [numel] on the host, valid until :meth:`close`."""
         span = self._spans[id(part.whole)]
-        low, high = part.rows
-        return part.of(span.copy[low - span.start : high - span.start])
+        return span.copy[part.start - span.start : part.stop - span.start]
 
     def close(self) -> None:
         """Let writes to the storages go on, and give the buffers back to ``spare``. It can be called twice."""

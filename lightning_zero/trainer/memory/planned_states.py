@@ -25,7 +25,7 @@ def planned_states(
     units: Sequence[UnitGroup],
     optimizers: Sequence[Optimizer],
     settings: OptimizerConfig,
-    window_nbytes: int,
+    message_nbytes: int,
     param_of: Callable[[nn.Parameter], nn.Parameter] = lambda param: param,
 ) -> int | TensorStates:
     """Return the number of state tensors per parameter, or each parameter's state if an optimizer steps whole tensors.
@@ -34,7 +34,7 @@ def planned_states(
 
     Args:
         optimizers: optimizers, which stay unchanged. Their parameters can be on meta, or fake tensors.
-        window_nbytes: bytes of gradients in transit at a time.
+        message_nbytes: bytes of gradients in transit at a time.
         param_of: returns the parameter in ``units`` that an optimizer's parameter stands for.
     """
     stepped_whole = [is_stepped_whole(o, settings.sharding) for o in optimizers]
@@ -66,4 +66,4 @@ def planned_states(
         for unit in units
         for bucket in unit.buckets
     )
-    return TensorStates(tensors, window_nbytes)
+    return TensorStates(tensors, message_nbytes)
