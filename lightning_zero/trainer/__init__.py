@@ -10,6 +10,7 @@
     registration    names for Trainer(strategy=) and Fabric(strategy=)
     interruptions   SIGTERM and the requeue signal: all ranks end the run at the same step
     adapted         gives objects of Lightning our methods where it has no hook; loops: the Trainer's loops
+    uneven          ranks with different numbers of batches
     long_sequences  steps on parts of sequences; sequence_check: compares first steps on parts and on whole sequences
     shared_batches  checks what ranks that share a batch must have in common
     step_tokens     means over all tokens of a step; fingerprints: checksums of weights

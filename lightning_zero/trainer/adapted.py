@@ -6,8 +6,6 @@ This list (class, our file, methods) is complete for Lightning 2.6.6. Lightning'
 
     Trainer                    saves/range_saves                save_checkpoint
     _FitLoop                   loops                            setup_data
-    _EvaluationLoop            loops                            reset
-    _PredictionLoop            loops                            reset
     _PrefetchDataFetcher       uneven                           reset, __iter__, __next__
     _TrainingEpochLoop         loops                            advance, _broadcast_sigterm_tensor, on_run_start,
                                                                 _on_before_fetch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from lightning_zero.lightning_api import EvaluationLoop, FitLoop, PredictionLoop, TrainingEpochLoop
+from lightning_zero.lightning_api import FitLoop, TrainingEpochLoop
 from lightning_zero.trainer import uneven
 from lightning_zero.trainer.adapted import adapt, is_ours
 from lightning_zero.trainer.callbacks.averaging import AveragesShards
@@ -60,24 +60,8 @@ class ZeroTrainingEpochLoop(TrainingEpochLoop):
         super()._on_before_fetch()
 
 
-class ZeroEvaluationLoop(EvaluationLoop):
-    def reset(self) -> None:
-        super().reset()
-        if is_ours(self.trainer):
-            uneven.serve_others(self, "test_step" if self.trainer.testing else "validation_step")
-
-
-class ZeroPredictionLoop(PredictionLoop):
-    def reset(self) -> None:
-        super().reset()
-        if is_ours(self.trainer):
-            uneven.serve_others(self, "predict_step")
-
-
 ADAPTED = (
     SavesByRanges,
-    ZeroEvaluationLoop,
-    ZeroPredictionLoop,
     ZeroFitLoop,
     ZeroTrainingEpochLoop,
     KeepsFiles,
@@ -90,6 +74,4 @@ ADAPTED = (
 
 def adapt_run(trainer: Any) -> None:
     """Give the Trainer, its loops and its callbacks subclasses with our methods; see ``adapted.py``."""
-    fit = trainer.fit_loop
-    loops = fit, fit.epoch_loop, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
-    adapt([trainer, *loops, *trainer.callbacks], ADAPTED)
+    adapt([trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, *trainer.callbacks], ADAPTED)

@@ -45,7 +45,7 @@ from lightning_zero.settings import (
     with_rows,
 )
 from lightning_zero.sharding import shard
-from lightning_zero.trainer import interruptions, loops
+from lightning_zero.trainer import interruptions, loops, uneven
 from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
 from lightning_zero.trainer.fingerprints import Fingerprints
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
@@ -508,6 +508,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     def on_validation_start(self) -> None:
         self._evaluation_starts = True
+        uneven.serve_others(self)
 
     on_test_start = on_predict_start = on_validation_start
 

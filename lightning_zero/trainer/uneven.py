@@ -110,12 +110,14 @@ class ServesOthers(PrefetchDataFetcher):
         return int(-low)
 
 
-def serve_others(loop: Any, key: str) -> None:
-    """Let the ranks of ``loop``, an evaluation that begins, have different numbers of batches. Collective."""
-    strategy, fetcher = loop.trainer.strategy, loop._data_fetcher
-    engine = strategy._engine_that_waits
-    if engine is None or engine.comm.world_size == 1 or not any(unit.reshards for unit in engine.units):
+def serve_others(strategy: Any) -> None:
+    """Let ranks have different numbers of batches of the evaluation that begins. Collective."""
+    engine, trainer = strategy.engine, strategy.lightning_module.trainer
+    if engine.comm.world_size == 1 or not any(unit.reshards for unit in engine.units):
         return
+    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    key = "predict_step" if trainer.predicting else "test_step" if trainer.testing else "validation_step"
+    fetcher = loop._data_fetcher
     if isinstance(fetcher, PrefetchDataFetcher):
         lengths = strategy._gather_objects(list(loop.max_batches), "numbers of batches of an evaluation")
         if math.inf in lengths[0] or any(row != lengths[0] for row in lengths):

@@ -142,7 +142,7 @@ class GatherOrder:
                 self._drop_idle()
 
     def abort(self) -> None:
-        self._cursor, self._agreeing, self.holds_next = None, False, False
+        self._cursor, self._agreeing, self.holds_next, self.apart = None, False, False, False
         self._free_leaving()
         self._idle.clear()
 
