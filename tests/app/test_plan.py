@@ -25,7 +25,7 @@ from lightning_zero.planning.fit import Machine, Model, Row, best, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
 from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, Stage, allowed_rows
-from tests.harness import run_command
+from tests.harness import on_ranks, run_command
 
 PLAIN = "activations=false"  # most tests are about what the engine holds
 MACHINE = (PLAIN, "machine.gpus=8", "machine.gpu_memory=80GB", "machine.host_memory=512GB", "machine.nvme=2TB")
@@ -373,6 +373,7 @@ BATCH = {"tokens": torch.zeros(2, 16, dtype=torch.int64)}
 ON = {"name": "h100", "nodes": 2, "host_memory": "1TB"}
 
 
+@on_ranks(1)
 def test_a_module_of_ones_own_is_planned_as_a_class_as_a_function_and_as_it_is() -> None:
     plan = plan_memory(Own, BATCH, ON, precision="bf16-mixed", stage=2, offload="optimizer_cpu")
     assert [(row.stage, row.offload) for row in plan.rows] == [(s.value, o.value) for s, o in allowed_rows()]
@@ -412,6 +413,7 @@ class ConvNet(nn.Sequential):
         super().__init__(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
+@on_ranks(1)
 def test_a_plain_convolutional_network_is_planned_with_a_function_that_trains_it(tmp_path: Path) -> None:
     images = TensorDataset(torch.zeros(20, 3, 32, 32), torch.zeros(20, dtype=torch.int64))
 

@@ -121,6 +121,7 @@ def test_fake_tensors_need_what_real_ones_do(name: str) -> None:
     assert found.flops > 0
 
 
+@on_ranks(1)
 @pytest.mark.sample
 @pytest.mark.mainly(lambda name: name == "unet")
 @pytest.mark.parametrize("name", ["gpt", "unet", "llama"])
