@@ -426,6 +426,21 @@ def test_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: str
         fit(ZeroStrategy("zero3", stall_timeout_s=4.0), tmp_path, module)
 
 
+@on_ranks(2)
+def test_callbacks_of_some_ranks_that_take_all_are_refused(tmp_path: Path) -> None:
+    """They would send messages alone, some of another size than the next one: gloo would abort the process."""
+
+    def on_one_rank(callback: pl.Callback) -> pl.LightningModule:
+        module = seeded(Lit)
+        module.configure_callbacks = lambda: [callback] if dist.get_rank() == 1 else []
+        return module
+
+    says = r"^callbacks: .* got none on rank 0 and StochasticWeightAveraging on rank 1\. .* configure_callbacks"
+    with pytest.raises(ConfigError, match=says):
+        fit("zero1", tmp_path, on_one_rank(cb.StochasticWeightAveraging(0.1)))
+    assert fit("zero1", tmp_path, on_one_rank(cb.LambdaCallback()), max_epochs=1).losses
+
+
 @pytest.mark.full
 @on_ranks(2)
 def test_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
