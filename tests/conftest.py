@@ -89,11 +89,13 @@ os.register_at_fork(after_in_child=lambda: setattr(torch.autograd, "_engine_run_
 
 
 @pytest.fixture(autouse=True)
-def backward_in_forks_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def backward_in_forks_only(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that computes a backward in this process. It may start autograd's threads (with torch's CUDA build it
     does after a FakeTensorMode, without a GPU too), and then no process that is forked later can compute one."""
-    if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(torch.autograd, "_engine_run_backward", _fail_backward)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("gpu") is None:
+            patch.setattr(torch.autograd, "_engine_run_backward", _fail_backward)
+        yield
 
 
 def _fail_backward(*args: Any, **kwargs: Any) -> None:
