@@ -314,6 +314,21 @@ def test_averages_are_of_what_is_written_after_a_step(tmp_path: Path) -> None:
         assert_same(run(strategy), expected, what=strategy)
 
 
+@on_ranks(1)
+def test_modules_of_an_average_are_refused_by_name(tmp_path: Path) -> None:
+    averaging = cb.EMAWeightAveraging()
+    fit("zero3", tmp_path, max_epochs=1, callbacks=[averaging])
+    with pytest.raises(AttributeError, match=r"module\.first: .* Use first of the LightningModule"):
+        averaging._average_model.module.first  # noqa: B018
+
+
+@on_ranks(1)
+def test_step_of_an_optimizer_may_be_a_mock(tmp_path: Path) -> None:
+    with mock.patch("torch.optim.SGD.step") as step:
+        losses = fit("zero3", tmp_path, max_epochs=2).losses
+    assert step.called and losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+
+
 @pytest.mark.full
 @on_ranks(2)
 def test_checkpoint_without_averages_starts_both(tmp_path: Path) -> None:
