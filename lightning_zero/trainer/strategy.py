@@ -21,7 +21,6 @@ from lightning_zero.engine.passes.compiled import find_compiler, needs_compiler
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units, refuse_scripted
 from lightning_zero.engine.whole import whole_params
 from lightning_zero.lightning_api import (
-    COLLECTIVE,
     CheckpointIO,
     ClusterEnvironment,
     NoOptimizer,
@@ -287,20 +286,8 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if self.lightning_module is not None:
             if self.lightning_module._trainer is not None:
                 loops.adapt_run(self.lightning_module._trainer)
-                self._compare_callbacks(self.lightning_module._trainer)
+                loops.compare_callbacks(self.lightning_module._trainer)
             self.lightning_module._device_mesh = mesh_for(self.config, self.root_device)
-
-    def _compare_callbacks(self, trainer: Any) -> None:
-        """Raise ConfigError on all ranks if one has a callback that another lacks and would wait in. Collective."""
-        own = [kind.__name__ for kind in COLLECTIVE for callback in trainer.callbacks if isinstance(callback, kind)]
-        found = self._gather_objects(", ".join(own) or "none", "the callbacks of the Trainer")
-        for rank, names in enumerate(found):
-            if names != found[0]:
-                raise ConfigError(
-                    f"callbacks: expected on each rank those that take all ranks, got {found[0]} on rank 0 and {names} "
-                    f"on rank {rank}. Give the Trainer the same callbacks on all ranks, and return the same from "
-                    "configure_callbacks."
-                )
 
     def _settings_of_front(self) -> dict[str, Any]:
         row, loss = self.precision_plugin.row, self.config.loss
