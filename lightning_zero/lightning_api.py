@@ -60,6 +60,12 @@ ModelPruning = pl.callbacks.ModelPruning
 StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
 WeightAveraging = pl.callbacks.WeightAveraging
 
+# Callbacks of Lightning that send messages, so that all ranks must have them.
+COLLECTIVE = (
+    *(pl.callbacks.Checkpoint, pl.callbacks.EarlyStopping, pl.callbacks.Timer),
+    *(BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging),
+)
+
 CombinedLoader = pl.utilities.combined_loader.CombinedLoader
 LightningOptimizer = pl.core.optimizer.LightningOptimizer
 MisconfigurationException = pl.utilities.exceptions.MisconfigurationException

@@ -13,6 +13,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests import costs, harness
@@ -80,6 +81,25 @@ def nothing_leaks() -> Iterator[None]:
     assert not left, f"threads left behind: {sorted(t.name for t in left)}"
     changed = {key for key, _ in environ.items() ^ _environ().items()}
     assert not changed, f"environment variables changed: {sorted(changed)}"
+
+
+# What Tensor.backward, torch.autograd.backward and torch.autograd.grad call.
+_run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=lambda: setattr(torch.autograd, "_engine_run_backward", _run_backward))
+
+
+@pytest.fixture(autouse=True)
+def backward_in_forks_only(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that computes a backward in this process. It may start autograd's threads (with torch's CUDA build it
+    does after a FakeTensorMode, without a GPU too), and then no process that is forked later can compute one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("gpu") is None:
+            patch.setattr(torch.autograd, "_engine_run_backward", _fail_backward)
+        yield
+
+
+def _fail_backward(*args: Any, **kwargs: Any) -> None:
+    pytest.fail("expected a backward in a forked process only. Use on_ranks, run or forked of tests/harness.py")
 
 
 def _environ() -> dict[str, str]:

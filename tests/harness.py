@@ -24,7 +24,7 @@ The long way, where the parent looks at what the ranks found::
   groups of many engines, this was a large part of the system time of a run. So pools are stopped (SIGSTOP) between
   cases, and one that has gathered many threads is ended after its case; the next case gets a new one.
 - Fork takes 0.1 s where spawn takes 5. The price: the parent may not run parallel torch code before it forks, so
-  everything here runs on one thread.
+  everything here runs on one thread; nor a backward, which starts threads: tests/conftest.py fails the test.
 """
 
 from __future__ import annotations

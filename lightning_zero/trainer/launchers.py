@@ -5,6 +5,7 @@ the weights back to the notebook. Not everything survives a fork::
 
     CUDA in use            refused before the fork
     a process group        refused before the fork
+    autograd's threads     refused before the fork
     a sharded module       unsharded first: its shards are for another number of ranks
     a pool of OpenMP       children would wait for its threads forever, so they compute on one thread
 """
@@ -18,6 +19,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,9 +73,9 @@ class Forking:
     _strategy: Any
 
     @contextlib.contextmanager
-    def _fit_to_fork(self) -> Iterator[None]:
+    def _fit_to_fork(self, trains: bool = True) -> Iterator[None]:
         """Raise ConfigError if processes forked in the body could not train. Give each one thread if two would hang."""
-        _refuse_fork()
+        _refuse_fork(trains)
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)
         if planned > 1 and not _threads_survive():
@@ -122,7 +124,8 @@ class ForkLauncher(Forking, ForkingLauncher):
         engine = engine_of(module) if module is not None else None
         if engine is not None:
             engine.release()
-        with _names_as_given(trainer), self._fit_to_fork():
+        trains = trainer is None or trainer.state.fn == TrainerFn.FITTING
+        with _names_as_given(trainer), self._fit_to_fork(trains):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
@@ -180,8 +183,9 @@ def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: A
         )
 
 
-def _refuse_fork() -> None:
-    """Raise ConfigError if this process uses CUDA or has a process group, which a forked process could not use."""
+def _refuse_fork(trains: bool) -> None:
+    """Raise ConfigError if this process has what a forked process could not use: CUDA, a process group, or, if the run
+    ``trains``, autograd's threads. A backward starts these where torch knows a GPU, or has computed without values."""
     way = "Restart the kernel, and leave that to the processes, or run a script with strategy='zero3'."
     if is_in_use():
         raise ConfigError(
@@ -194,6 +198,18 @@ def _refuse_fork() -> None:
             "start_method='fork' (a preset that ends in _notebook): expected no process group before the run, got one, "
             f"whose connections forked processes would share. Call torch.distributed.destroy_process_group(). {way}"
         )
+    if trains and any(name.startswith("pt_autograd") for name in _thread_names()):
+        raise ConfigError(
+            "start_method='fork' (a preset that ends in _notebook): expected no backward before training, got one in "
+            "this process (lightning_zero.plan_memory computes one too): torch refuses the next one in a forked "
+            f"process. {way}"
+        )
+
+
+def _thread_names() -> Iterator[str]:
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread that has ended by now
+            yield file.read_text()
 
 
 def _threads_survive() -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from lightning_zero.lightning_api import FitLoop, TrainingEpochLoop
+from lightning_zero.lightning_api import COLLECTIVE, FitLoop, TrainingEpochLoop
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer import uneven
 from lightning_zero.trainer.adapted import adapt, is_ours
 from lightning_zero.trainer.callbacks.averaging import AveragesShards
@@ -75,3 +76,15 @@ ADAPTED = (
 def adapt_run(trainer: Any) -> None:
     """Give the Trainer, its loops and its callbacks subclasses with our methods; see ``adapted.py``."""
     adapt([trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, *trainer.callbacks], ADAPTED)
+
+
+def compare_callbacks(trainer: Any) -> None:
+    """Raise ConfigError on all ranks if some rank has a callback whose messages others do not send. Collective."""
+    own = [kind.__name__ for kind in COLLECTIVE for callback in trainer.callbacks if isinstance(callback, kind)]
+    found = trainer.strategy._gather_objects(", ".join(own) or "none", "the callbacks of the Trainer")
+    for rank, names in enumerate(found):
+        if names != found[0]:
+            raise ConfigError(
+                f"callbacks: expected on each rank those that take all ranks, got {found[0]} on rank 0 and {names} on "
+                f"rank {rank}. Give all ranks the same, also from configure_callbacks."
+            )

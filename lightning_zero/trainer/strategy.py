@@ -286,6 +286,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if self.lightning_module is not None:
             if self.lightning_module._trainer is not None:
                 loops.adapt_run(self.lightning_module._trainer)
+                loops.compare_callbacks(self.lightning_module._trainer)
             self.lightning_module._device_mesh = mesh_for(self.config, self.root_device)
 
     def _settings_of_front(self) -> dict[str, Any]:

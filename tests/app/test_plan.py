@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import re
@@ -25,7 +24,7 @@ from lightning_zero.planning.fit import Machine, Model, Row, best, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
 from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, Stage, allowed_rows
-from tests.harness import run_command
+from tests.harness import forked, on_ranks, run_command
 
 PLAIN = "activations=false"  # most tests are about what the engine holds
 MACHINE = (PLAIN, "machine.gpus=8", "machine.gpu_memory=80GB", "machine.host_memory=512GB", "machine.nvme=2TB")
@@ -33,9 +32,14 @@ LARGE = ("model.n_layer=80", "model.d_model=8192", "model.n_head=64", "model.voc
 
 
 @pytest.fixture
-def command(in_process: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
     monkeypatch.setenv("COLUMNS", "120")
-    return functools.partial(in_process, plan)
+
+    def run(*overrides: str) -> tuple[int, str, str]:
+        done = forked(plan.main, tmp_path, ["plan", *overrides])
+        return done.returncode, done.stdout, done.stderr
+
+    return run
 
 
 PLANNED: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -373,6 +377,7 @@ BATCH = {"tokens": torch.zeros(2, 16, dtype=torch.int64)}
 ON = {"name": "h100", "nodes": 2, "host_memory": "1TB"}
 
 
+@on_ranks(1)
 def test_a_module_of_ones_own_is_planned_as_a_class_as_a_function_and_as_it_is() -> None:
     plan = plan_memory(Own, BATCH, ON, precision="bf16-mixed", stage=2, offload="optimizer_cpu")
     assert [(row.stage, row.offload) for row in plan.rows] == [(s.value, o.value) for s, o in allowed_rows()]
@@ -395,12 +400,13 @@ def test_a_module_of_ones_own_is_planned_as_a_class_as_a_function_and_as_it_is()
 
 
 @pytest.mark.full
-def test_the_command_prints_the_same_plan(command: Any) -> None:
+def test_the_command_prints_the_same_plan(command: Any, tmp_path: Path) -> None:
     own = (f"~model=gpt +model._target_={__name__}.Own", "data.batch_size=2", "data.block_size=16", *GPUS)
     code, out, err = command(*" ".join(own).split(), "machine.nodes=2")
     assert code == 0, err
     batch = torch.zeros(2, 17, dtype=torch.int64, device="meta")
-    assert str(plan_memory(Own, batch, ON, precision="bf16")) == out.rstrip()
+    again = forked(lambda: print(plan_memory(Own, batch, ON, precision="bf16")), tmp_path, [], code=0)
+    assert again.stdout.rstrip() == out.rstrip()
 
 
 class ConvNet(nn.Sequential):
@@ -412,6 +418,7 @@ class ConvNet(nn.Sequential):
         super().__init__(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
+@on_ranks(1)
 def test_a_plain_convolutional_network_is_planned_with_a_function_that_trains_it(tmp_path: Path) -> None:
     images = TensorDataset(torch.zeros(20, 3, 32, 32), torch.zeros(20, dtype=torch.int64))
 

@@ -236,6 +236,7 @@ def test_what_has_no_effect_is_refused() -> None:
             lightning_zero.shard(nn.Linear(3, 3), compile=settings, device="cpu")
 
 
+@on_ranks(1)
 def test_a_scripted_module_is_refused_and_a_traced_one_trains() -> None:
     for form, refused in ((torch.jit.script, True), (lambda m: torch.jit.trace(m, torch.ones(1, 4)), False)):
         module = nn.Sequential(nn.Linear(4, 4), form(nn.Linear(4, 4)))

@@ -430,6 +430,7 @@ def test_two_modules_and_a_plain_one_are_clipped_together() -> None:
             torch.testing.assert_close(lightning_zero.grad_norm(first.module), each[0] * min(1.0, 0.1 / float(norm)))
 
 
+@on_ranks(1)
 def test_a_scaler_of_ones_own_is_refused_by_name() -> None:
     module = Model()
     engine = lightning_zero.shard(module, stage=1, device="cpu")

@@ -70,13 +70,7 @@ def test_a_module_on_meta_is_planned_as_it_is_sharded(precision: str) -> None:
 # -- an engine on the meta device: layouts, order and bytes of a model without its values ----------------------------
 
 
-@pytest.fixture
-def compiler_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torch's meta kernels import the compiler, which sets this variable for good where it is not set."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
-@pytest.mark.usefixtures("compiler_cache")
+@on_ranks(1)
 @pytest.mark.parametrize("built_on", ["meta", "cpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))

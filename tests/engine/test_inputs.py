@@ -253,6 +253,7 @@ def test_an_input_that_is_given_several_times_is_one_tensor_again(how: str) -> N
     check(build, mean_square, stage=OUTER_STAGES, tolerance=1e-6, optimizer=sgd, **settings)
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("how", ["none", "blocks", "offload"])
 def test_a_forward_that_is_computed_again_reads_the_same_buffers_and_changes_none_again(how: str) -> None:
     """Statistics of a norm, a count, and an average that is replaced by each forward in training. The forward reads

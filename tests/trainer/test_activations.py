@@ -103,6 +103,7 @@ def really(module: pl.LightningModule, batch: Any) -> Activations:
     return Activations((), sum(saved.values()), max(forward, live.most), 0.0)
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("name", ["gpt", "unet", "llama"])
 def test_fake_tensors_need_what_real_ones_do(name: str) -> None:
     """(transformers' fused attention is not among them: without values it cannot leave a mask out.)"""
@@ -121,6 +122,7 @@ def test_fake_tensors_need_what_real_ones_do(name: str) -> None:
     assert found.flops > 0
 
 
+@on_ranks(1)
 @pytest.mark.sample
 @pytest.mark.mainly(lambda name: name == "unet")
 @pytest.mark.parametrize("name", ["gpt", "unet", "llama"])

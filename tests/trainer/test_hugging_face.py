@@ -85,6 +85,23 @@ def test_model_on_meta_goes_on_from_a_checkpoint(checkpoint: str, tmp_path: Path
     assert_weights(weights(check), weights(first), tolerance=0)
 
 
+@on_ranks(2)
+def test_tokens_that_are_added_between_two_fits_are_trained_as_under_ddp(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "in")
+
+    def body(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
+        module = Lit("llama", tmp_path / "in")
+        trainer(strategy, tmp_path, max_epochs=1).fit(module, batches())
+        module.model.resize_token_embeddings(70)
+        trainer(strategy, tmp_path, max_epochs=1).fit(module, batches())
+        assert module.model.get_input_embeddings().weight.shape[0] == 70 == module.model.config.vocab_size
+        return module.losses, {name: value.clone() for name, value in module.state_dict().items()}
+
+    (losses, own), (expected, whole) = body("zero3"), body("ddp")
+    assert len(losses) == len(expected) and losses == pytest.approx(expected, abs=1e-5)
+    assert_weights(own, whole, tolerance=1e-4)
+
+
 def logits_of(model: Any) -> Tensor:
     model.eval()
     with torch.no_grad():

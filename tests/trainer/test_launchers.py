@@ -54,6 +54,12 @@ def test_fork_of_what_cannot_be_forked_is_refused(owner: Any, name: str, says: s
         trainer("zero3_notebook", 2).strategy.launcher.launch(lambda: None)
 
 
+def test_fork_after_a_backward_whose_threads_live_is_refused() -> None:
+    names = mock.patch.object(launchers, "_thread_names", return_value=["python\n", "pt_autograd_0\n"])
+    with names, pytest.raises(ConfigError, match=r"expected no backward before training.*Restart the kernel"):
+        trainer("zero3_notebook", 2).strategy.launcher.launch(lambda: None)
+
+
 NOTEBOOK = """
 import os
 import sys

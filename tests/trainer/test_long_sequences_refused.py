@@ -130,6 +130,36 @@ def test_operations_of_each_position_by_itself_are_not_refused(tmp_path: Path) -
         assert len(fit_changed(change, tmp_path).losses) == STEPS, name
 
 
+class Rotary(Own):
+    """Turns queries and keys by positions that begin at 0 in each part. What comes behind begins with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in (self.head, *(block.out for block in self.blocks)):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        for layer in (layer for block in self.blocks for layer in (block.q, block.kv)):
+            layer.register_forward_hook(turned)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens)
+
+
+def turned(layer: nn.Module, inputs: Any, x: Tensor) -> Tensor:
+    angles = torch.arange(x.shape[1])[:, None].float()
+    pairs = torch.view_as_complex(x[..., :16].unflatten(-1, (-1, 2)).contiguous())  # queries or keys
+    found = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+    return torch.cat([found, x[..., 16:]], -1)
+
+
+@on_ranks(2)
+def test_what_zeros_hide_from_the_first_trial_is_tried_again(tmp_path: Path) -> None:
+    module = seeded(Rotary)
+    with refused("the first parameter whose gradient differs is"):
+        fit_pairs(module, tmp_path)
+    assert module.trainer.global_step == 1
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 def test_comparison_asks_for_no_more_digits_than_the_precision_has(precision: str, tmp_path: Path) -> None:

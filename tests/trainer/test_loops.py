@@ -314,6 +314,21 @@ def test_averages_are_of_what_is_written_after_a_step(tmp_path: Path) -> None:
         assert_same(run(strategy), expected, what=strategy)
 
 
+@on_ranks(1)
+def test_modules_of_an_average_are_refused_by_name(tmp_path: Path) -> None:
+    averaging = cb.EMAWeightAveraging()
+    fit("zero3", tmp_path, max_epochs=1, callbacks=[averaging])
+    with pytest.raises(AttributeError, match=r"module\.first: .* Use first of the LightningModule"):
+        averaging._average_model.module.first  # noqa: B018
+
+
+@on_ranks(1)
+def test_step_of_an_optimizer_may_be_a_mock(tmp_path: Path) -> None:
+    with mock.patch("torch.optim.SGD.step") as step:
+        losses = fit("zero3", tmp_path, max_epochs=2).losses
+    assert step.called and losses[: len(losses) // 2] == losses[len(losses) // 2 :]
+
+
 @pytest.mark.full
 @on_ranks(2)
 def test_checkpoint_without_averages_starts_both(tmp_path: Path) -> None:
@@ -424,6 +439,21 @@ def test_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: str
             fit(ZeroStrategy("zero3", stall_timeout_s=4.0), tmp_path, module)
     with pytest.raises(RuntimeError, match="different places|did not come"):
         fit(ZeroStrategy("zero3", stall_timeout_s=4.0), tmp_path, module)
+
+
+@on_ranks(2)
+def test_callbacks_of_some_ranks_that_take_all_are_refused(tmp_path: Path) -> None:
+    """They would send messages alone, some of another size than the next one: gloo would abort the process."""
+
+    def on_one_rank(callback: pl.Callback) -> pl.LightningModule:
+        module = seeded(Lit)
+        module.configure_callbacks = lambda: [callback] if dist.get_rank() == 1 else []
+        return module
+
+    says = r"^callbacks: .* got none on rank 0 and StochasticWeightAveraging on rank 1\. .* configure_callbacks"
+    with pytest.raises(ConfigError, match=says):
+        fit("zero1", tmp_path, on_one_rank(cb.StochasticWeightAveraging(0.1)))
+    assert fit("zero1", tmp_path, on_one_rank(cb.LambdaCallback()), max_epochs=1).losses
 
 
 @pytest.mark.full

@@ -9,12 +9,14 @@ import torch
 
 from examples.muon import MuonAdamW, groups_of
 from lightning_zero.models.gpt import GPT
+from tests.harness import on_ranks
 
 pytestmark = pytest.mark.full
 
 SIZES = {"vocab_size": 32, "n_layer": 2, "n_head": 2, "d_model": 16, "block_size": 8}
 
 
+@on_ranks(1)
 @pytest.mark.sample
 def test_example_steps_as_muon_and_adamw_of_torch_do() -> None:
     one, two = (copy.deepcopy(model) for model in [GPT(**SIZES)] * 2)

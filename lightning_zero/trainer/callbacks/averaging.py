@@ -53,6 +53,14 @@ class _Tensors(nn.Module):
         for name, buffer in engine.module.named_buffers():
             self.register_buffer(name.replace(".", "/"), buffer)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.isdigit() or "/" in name or name in self._buffers or name.startswith("_"):
+            return super().__getattr__(name)
+        raise AttributeError(
+            f"_average_model.module.{name}: with a ZeRO strategy a rank has its shards of the averages, in no modules. "
+            f"Use {name} of the LightningModule, which holds the averages during validation and after the fit."
+        )
+
 
 class ShardedAverage(AveragedModel):
     """An ``AveragedModel`` that averages shards. Its state dict is that of an AveragedModel of the whole module."""
