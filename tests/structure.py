@@ -34,10 +34,10 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 40_600,
-    "lines of the engine": 11_080,
-    "files of the engine": 41,
-    "lines of the longest file": 630,
+    "lines of the package": 41_240,
+    "lines of the engine": 11_500,
+    "files of the engine": 42,
+    "lines of the longest file": 641,
     "lines of tests": 41_470,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 52,
