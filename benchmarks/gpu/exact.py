@@ -23,8 +23,10 @@ import lightning_zero.device
 import lightning_zero.engine
 from benchmarks.gpu.model import loss_of, make_model
 from benchmarks.gpu.plan import Size
+from lightning_zero.comm.streams import Streams
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.device.cuda import Cuda
+from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param_store import FlatBuffer
 
 ON_DEVICE = (("zero0", "none"), ("zero1", "none"), ("zero2", "none"), ("zero3", "none"))
@@ -77,16 +79,8 @@ def late(device: str, seed: int) -> Iterator[None]:
     before, compute = kinds.get(device), made(torch.device(device))
     kinds[device] = made
     hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: compute.pause())
-    allocate = FlatBuffer.allocate
-
-    def allocate_nan(buffer: FlatBuffer) -> None:
-        was_there = buffer.allocated
-        allocate(buffer)
-        if not was_there:
-            buffer.data.fill_(float("nan"))
-
     try:
-        with mock.patch.object(FlatBuffer, "allocate", allocate_nan):
+        with new_memory_is_nan():
             yield
     finally:
         hook.remove()
@@ -94,6 +88,47 @@ def late(device: str, seed: int) -> Iterator[None]:
             del kinds[device]
         else:
             kinds[device] = before
+
+
+@contextlib.contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """In the body, memory of gathers is NaN until it is written. The stream that writes fills it: where memory is from
+    the pool of another stream (``pool_of``), that is the stream of the transfer."""
+    allocate, transfers, pool_of = FlatBuffer.allocate, Bucket._transfers, Streams.pool_of
+    to_fill = list[FlatBuffer]()
+    is_pool_of_another = False
+
+    def allocate_nan(buffer: FlatBuffer) -> None:
+        if not buffer.allocated:
+            allocate(buffer)
+            to_fill.append(buffer)
+            if not is_pool_of_another:
+                fill()
+
+    def fill() -> None:
+        while to_fill:
+            to_fill.pop().data.fill_(float("nan"))
+
+    @contextlib.contextmanager
+    def pool_of_another(streams: Streams, kind: str) -> Iterator[None]:
+        nonlocal is_pool_of_another
+        with pool_of(streams, kind):
+            is_pool_of_another = streams.are_there
+            yield
+        is_pool_of_another = False
+
+    @contextlib.contextmanager
+    def transfers_into_nan(bucket: Bucket, *, into_free_memory: bool) -> Iterator[None]:
+        with transfers(bucket, into_free_memory=into_free_memory):
+            fill()
+            yield
+
+    with (
+        mock.patch.object(FlatBuffer, "allocate", allocate_nan),
+        mock.patch.object(Bucket, "_transfers", transfers_into_nan),
+        mock.patch.object(Streams, "pool_of", pool_of_another),
+    ):
+        yield
 
 
 def digest_of(size: Size, device: str, stage: str | None, offload: str) -> str:
