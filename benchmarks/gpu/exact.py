@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.cuda._sanitizer
 from torch import nn
 
 import lightning_zero.device
@@ -181,12 +180,16 @@ def compare(size: Size, device: str, deadline: float, seeds: int) -> dict[str, A
 def sanitize(size: Size, device: str) -> dict[str, Any]:
     """Run the rows under torch's CUDA sanitizer, which knows streams, events and kernels of torch, not NCCL's. Return
     the races that it finds, by row."""
+    # Imported here, because from the import on each event and each allocation calls Python. That takes time, and fails
+    # where the backward of a checkpointed block ends its recomputation by an exception.
+    import torch.cuda._sanitizer as sanitizer
+
     if device == "cuda":
-        torch.cuda._sanitizer.enable_cuda_sanitizer()
+        sanitizer.enable_cuda_sanitizer()
     found: dict[str, str] = {}
     for row in ON_DEVICE + ON_HOST:
         try:
             digest_of(size, device, *row)
-        except torch.cuda._sanitizer.CUDASanitizerErrors as error:
+        except sanitizer.CUDASanitizerErrors as error:
             found["+".join(row)] = str(error)[:1500]
     return {"races": found}
