@@ -36,7 +36,8 @@ def chosen(args: argparse.Namespace) -> list[Part]:
     wanted = {word for word in (args.only or "").split(",") if word}
 
     def words(part: Part) -> set[str]:
-        return {part.kind, part.name, *(str(value) for value in part.fields.values())}
+        ranks = ["ranks"] if part.fields.get("ranks", 1) > 1 else []
+        return {part.kind, part.name, *ranks, *(str(value) for value in part.fields.values())}
 
     # The machine and the rates cost little, and bounds are computed from them.
     return [p for p in all_parts if not wanted or p.kind == "rates" or wanted & words(p)]
@@ -51,9 +52,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help="kinds, sizes, sides or names of parts, with commas: tests,1b,zero3+cpu")
     parser.add_argument("--out", type=Path, help="folder for what is found ($OUT, or outputs/gpu)")
     parser.add_argument("--nvme", default=tempfile.gettempdir(), help="a folder on a local disk")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on the CPU")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="of --tiny")
     parser.add_argument("--break-row", help=argparse.SUPPRESS)  # of tests: this row raises
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.device = args.device or ("cpu" if args.tiny else "cuda")
+    return args
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     out = args.out or Path(os.environ.get("OUT") or "outputs/gpu")
     folder = tempfile.mkdtemp(prefix="lightning_zero_gpu_", dir=args.nvme)
     try:
-        check = Check(Output(out), "cpu" if args.tiny else "cuda", folder, args.budget, broken=args.break_row)
+        check = Check(Output(out), args.device, folder, args.budget, broken=args.break_row)
         check.run(chosen(args))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

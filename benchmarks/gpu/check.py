@@ -13,14 +13,14 @@ from benchmarks.gpu import gpu_tests
 from benchmarks.gpu.bounds import OPTIMIZER_IN_FILES, bounds, phi
 from benchmarks.gpu.fits import GIB, fitted
 from benchmarks.gpu.output import Output
-from benchmarks.gpu.plan import SIZES, Part, Row
-from benchmarks.gpu.worker import CutError, RowError, Worker, context
+from benchmarks.gpu.plan import SIZES, TOLERANCE, Part, Row
+from benchmarks.gpu.worker import CutError, RowError, Worker, ask_all, context, free_port
 
 MARGIN_S = 4.0  # to end the last part and to write
 PATIENCE = 2.5  # times its estimate that a part may take where the budget allows it
 STEPS_OF_EXTRAS = 8  # of the peak without activations, the waits and the timeline
 PEER_S = 10.0  # that a turn of a peer may take beyond several times what it took before
-TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # between losses of two sides at the same step, relative
+WRONG = ("other_bits", "far_from_bare", "other_bits_late", "other_losses", "races")  # in answers: empty if all is well
 
 
 class Check:
@@ -119,18 +119,21 @@ class Check:
         return {"status": "ok", "rates": {name: float(f"{rate:.4g}") for name, rate in self._rates.items()}}
 
     def _asked(self, part: Part, deadline: float) -> dict[str, Any]:
-        """Ask a process of its own. Bits that differ and races are errors."""
+        """Ask a process of its own, or one for each rank. Bits and losses that differ, and races, are errors."""
         self._end_peers()
+        ranks = range(part.fields["ranks"])
         spec = {"device": self.device, "folder": self.folder, "size": asdict(SIZES[part.fields["size"]])}
-        worker = Worker(spec, self._processes)
+        spec |= {"ranks": len(ranks), "port": free_port() if len(ranks) > 1 else 0}
+        workers = [Worker({**spec, "rank": rank}, self._processes) for rank in ranks]
         try:
-            found = worker.ask(part.kind, deadline, seconds=part.estimate_s)
+            found, *others = ask_all(workers, part.kind, deadline, seconds=part.estimate_s)
         finally:
-            worker.close()
-        wrong = [key for key in ("other_bits", "other_bits_late", "races") if found.get(key)]
-        said = "; ".join(f"{key}: {found[key]}" for key in wrong)
-        status = "error" if wrong else "cut" if found.get("late_runs") == 0 else "ok"
-        return {"status": status, "estimate_s": part.estimate_s, **found, **({"error": said} if wrong else {})}
+            for worker in workers:
+                worker.close(at_once=len(workers) > 1)  # one that has failed leaves another waiting for it
+        wrong = {key: [each[key] for each in (found, *others) if each.get(key)] for key in WRONG}
+        said = "; ".join(f"{key}: {values}" for key, values in wrong.items() if values)
+        status = "error" if said else "cut" if found.get("late_runs") == 0 else "ok"
+        return {"status": status, **found, **({"error": said} if said else {})}
 
     # -- rows -----------------------------------------------------------------------------------------------------
 

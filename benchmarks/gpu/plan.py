@@ -67,10 +67,11 @@ SIZES = {
     )
 }
 
+TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # between losses of two sides at the same step, relative
 
 BITS = "bits of stages and rows, also while streams are late"
 SANITIZER = "torch's sanitizer of streams"
-TRAINER = "the Trainer with zero3 beside the Trainer alone"
+TRAINER = "the Trainer under ZeRO beside the Trainer alone"
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,9 @@ def _row(size: str, side: str, estimate_s: float, **options: Any) -> Part:
     return Part("row", f"{size} {row.name}", estimate_s, row, {"size": size, "side": row.name})
 
 
-def _asked(kind: str, name: str, size: str, estimate_s: float) -> Part:
-    return Part(kind, f"{size}: {name}", estimate_s, fields={"size": size})
+def _asked(kind: str, name: str, size: str, estimate_s: float, *, ranks: int = 1) -> Part:
+    on = f"{ranks} ranks on one GPU: " if ranks > 1 else ""
+    return Part(kind, f"{on}{size}: {name}", estimate_s, fields={"size": size, "ranks": ranks})
 
 
 def parts(tests_s: float = 130.0) -> list[Part]:
@@ -144,6 +146,8 @@ def parts(tests_s: float = 130.0) -> list[Part]:
     alone, once = {"alone": True}, {"rounds": 1, "warm_up": 1, "steps": 2}
     return [
         Part("tests", "tests marked gpu", tests_s),
+        _asked("bits", BITS, "bits", 75, ranks=2),
+        _asked("trainer", TRAINER, "bits", 40, ranks=2),
         Part("rates", "rates of compute, memory, link and disk", 25.0),
         _row("1b", "bare", 14),
         _row("1b", "fsdp2", 18),
@@ -193,4 +197,6 @@ def tiny_parts() -> list[Part]:
         _asked("bits", BITS, "tiny", 20),
         _asked("sanitizer", SANITIZER, "tiny", 20),
         _asked("trainer", TRAINER, "tiny", 60),
+        _asked("bits", BITS, "tiny-alone", 20, ranks=2),
+        _asked("trainer", TRAINER, "tiny", 60, ranks=2),
     ]

@@ -44,6 +44,12 @@ PROFILED_STEPS = 2
 HOST_STEPS = 5
 SMALL = (1, 9)  # sequences, tokens: activations are next to nothing
 ERROR_LINES = 30
+# NCCL refuses two ranks of one host on one GPU: each calls itself a host, and they talk over sockets.
+TWO_HOSTS = {
+    **{"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_MAX_CTAS": "4"},
+    **{f"NCCL_{name}": "1" for name in ("IB_DISABLE", "P2P_DISABLE", "SHM_DISABLE")},
+    **{f"NCCL_{name}_ENABLE": "0" for name in ("NVLS", "MNNVL")},
+}
 
 
 def serve(pipe: Connection, spec: dict[str, Any]) -> None:
@@ -112,6 +118,11 @@ class Side:
         self.count = 0
         self.engine: Any = None
         self.used_before = _meminfo("MemTotal") - _meminfo("MemAvailable")
+        self.ranks = spec.get("ranks", 1)
+        if self.ranks > 1:
+            rank, size, port = str(spec["rank"]), str(self.ranks), str(spec["port"])
+            where = {"NCCL_HOSTID": f"rank{rank}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update(TWO_HOSTS | where, RANK=rank, NODE_RANK=rank, LOCAL_RANK="0", WORLD_SIZE=size)
 
     # -- commands -------------------------------------------------------------------------------------------------
 
@@ -123,6 +134,8 @@ class Side:
 
     def bits(self, seconds: float) -> dict[str, Any]:
         """See :func:`benchmarks.gpu.exact.compare`; for so many seconds."""
+        if self.ranks > 1:
+            dist.init_process_group("nccl" if self.cuda else "gloo")
         return exact.compare(self._asked_for(), self.device, time.monotonic() + seconds, seeds=5)
 
     def sanitizer(self, seconds: float) -> dict[str, Any]:
@@ -131,7 +144,7 @@ class Side:
     def trainer(self, seconds: float) -> dict[str, Any]:
         if importlib.util.find_spec("lightning") is None:
             return {"status": "not run", "why": "lightning is not installed"}
-        return fit.measure(self._asked_for(), self.device, self.spec["folder"])
+        return fit.measure(self._asked_for(), self.device, self.spec["folder"], self.ranks)
 
     def _asked_for(self) -> Size:
         assert self.size is not None

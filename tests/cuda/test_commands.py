@@ -1,13 +1,17 @@
-"""The main job, and what ``make gpu-check`` asks of one GPU, on an emulated one."""
+"""The main job, and what ``make gpu-check`` asks of one GPU and of two ranks that share it, on an emulated one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.gpu import exact
-from benchmarks.gpu.plan import SIZES
+from benchmarks.gpu.check import Check
+from benchmarks.gpu.output import Output
+from benchmarks.gpu.plan import SIZES, tiny_parts
 from tests.cuda.test_engine import in_order
 from tests.harness import on_ranks, run_command
 
@@ -24,10 +28,20 @@ def test_the_main_job(tmp_path: Path) -> None:
 def test_bits_are_the_same_while_streams_are_late() -> None:
     torch.use_deterministic_algorithms(True)  # new memory is filled, too
     try:
-        on_time = exact.digest_of(SIZES["tiny"], "cuda", "zero3", "cpu")
+        on_time = exact.trained(SIZES["tiny"], "cuda", "zero3", "cpu")
         with in_order("other streams early"):
             for seed in range(2):
                 with exact.late("cuda", seed):
-                    assert exact.digest_of(SIZES["tiny"], "cuda", "zero3", "cpu") == on_time
+                    assert torch.equal(exact.trained(SIZES["tiny"], "cuda", "zero3", "cpu"), on_time)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_two_ranks_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each calls itself a host, or NCCL would refuse them."""
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")  # or it would set that itself
+    check = Check(Output(tmp_path / "out"), "cuda", str(tmp_path), 150.0)
+    check.run([replace(part, estimate_s=15.0) for part in tiny_parts() if part.fields.get("ranks") == 2])
+    _, bits, trainer = check.output.records
+    assert bits["status"] == trainer["status"] == "ok", check.output.records
+    assert bits["late_runs"] > 0 and trainer["zero1_ms"] > 0
