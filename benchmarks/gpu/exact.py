@@ -23,11 +23,9 @@ import lightning_zero.device
 import lightning_zero.engine
 from benchmarks.gpu.model import loss_of, make_model
 from benchmarks.gpu.plan import Size
-from lightning_zero.comm.streams import Streams
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.device.cuda import Cuda
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.param_store import FlatBuffer
 
 ON_DEVICE = (("zero0", "none"), ("zero1", "none"), ("zero2", "none"), ("zero3", "none"))
 ON_HOST = (("zero1", "optimizer_cpu"), ("zero3", "optimizer_cpu"), ("zero3", "cpu"))  # other kernels, other last bits
@@ -93,41 +91,26 @@ def late(device: str, seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_memory_is_nan() -> Iterator[None]:
-    """In the body, memory of gathers is NaN until it is written. The stream that writes fills it: where memory is from
-    the pool of another stream (``pool_of``), that is the stream of the transfer."""
-    allocate, transfers, pool_of = FlatBuffer.allocate, Bucket._transfers, Streams.pool_of
-    to_fill = list[FlatBuffer]()
-    is_pool_of_another = False
+    """In the body, memory of gathers is NaN until it is written, by a fill on the stream that writes it. On the stream
+    whose pool the memory is from, which may be another, nothing would order the fill before the values."""
+    prepare, transfers = Bucket.prepare_gather, Bucket._transfers
 
-    def allocate_nan(buffer: FlatBuffer) -> None:
-        if not buffer.allocated:
-            allocate(buffer)
-            to_fill.append(buffer)
-            if not is_pool_of_another:
-                fill()
-
-    def fill() -> None:
-        while to_fill:
-            to_fill.pop().data.fill_(float("nan"))
-
-    @contextlib.contextmanager
-    def pool_of_another(streams: Streams, kind: str) -> Iterator[None]:
-        nonlocal is_pool_of_another
-        with pool_of(streams, kind):
-            is_pool_of_another = streams.are_there
-            yield
-        is_pool_of_another = False
+    def prepare_nan(bucket: Bucket, **options: Any) -> Any:
+        if bucket.reshards:
+            bucket.full.allocate()
+            bucket.full.data.fill_(float("nan"))
+        return prepare(bucket, **options)
 
     @contextlib.contextmanager
     def transfers_into_nan(bucket: Bucket, *, into_free_memory: bool) -> Iterator[None]:
         with transfers(bucket, into_free_memory=into_free_memory):
-            fill()
+            if into_free_memory:
+                bucket.full.data.fill_(float("nan"))
             yield
 
     with (
-        mock.patch.object(FlatBuffer, "allocate", allocate_nan),
+        mock.patch.object(Bucket, "prepare_gather", prepare_nan),
         mock.patch.object(Bucket, "_transfers", transfers_into_nan),
-        mock.patch.object(Streams, "pool_of", pool_of_another),
     ):
         yield
 
@@ -166,15 +149,19 @@ def compare(size: Size, device: str, deadline: float, seeds: int) -> dict[str, A
     start, bare = (trained(size, device, None, steps=steps) for steps in (0, STEPS))
     ends = {row: trained(size, device, *row) for row in ON_DEVICE + ON_HOST}
     apart = {row: float((end - bare).norm() / (bare - start).norm()) for row, end in ends.items()}
-    firsts = dict.fromkeys(ON_DEVICE, ON_DEVICE[0]) | dict.fromkeys(ON_HOST, ON_HOST[0])
     found: dict[str, Any] = {"equal_to_bare": torch.equal(ends[ON_DEVICE[0]], bare), "late_runs": 0}
     found["from_bare"] = max(apart.values())
-    found["other_bits"] = ["+".join(row) for row in ends if not torch.equal(ends[row], ends[firsts[row]])]
+    found["other_bits"] = [
+        "+".join(row) for kind in (ON_DEVICE, ON_HOST) for row in kind if not torch.equal(ends[row], ends[kind[0]])
+    ]
     found["far_from_bare"] = [f"{'+'.join(row)}: {far:.3g}" for row, far in apart.items() if not far < FAR]
     found["other_bits_late"] = []
     for seed in range(seeds):
         for row in ON_DEVICE[3:] + ON_DEVICE[:3] + ON_HOST:
-            if _is_over(deadline, device):
+            over = torch.tensor([float(time.monotonic() > deadline)], device=device)
+            if dist.is_initialized():
+                dist.all_reduce(over)  # the same on all ranks
+            if over.item():
                 return found
             with late(device, seed + (1000 * dist.get_rank() if dist.is_initialized() else 0)):
                 other = trained(size, device, *row)
@@ -182,14 +169,6 @@ def compare(size: Size, device: str, deadline: float, seeds: int) -> dict[str, A
             if not torch.equal(other, ends[row]):
                 found["other_bits_late"].append(f"{'+'.join(row)}, seed {seed}")
     return found
-
-
-def _is_over(deadline: float, device: str) -> bool:
-    """The same on all ranks."""
-    over = torch.tensor([float(time.monotonic() > deadline)], device=device)
-    if dist.is_initialized():
-        dist.all_reduce(over)
-    return bool(over.item())
 
 
 def sanitize(size: Size, device: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import itertools
 import shutil
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.gpu.plan import TOLERANCE, Size
 WARM_UP, STEPS = 3, 8
 
 
-def measure(size: Size, device: str, folder: str, nodes: int = 1) -> dict[str, Any]:
+def measure(size: Size, device: str, folder: str, presets: Sequence[str], nodes: int = 1) -> dict[str, Any]:
     """Return milliseconds of a step under each strategy, and of the stall of a save behind the last of these steps: the
     Trainer alone writes a file, ZeRO a folder in the background. And the sides whose losses are not those of the first.
 
@@ -60,9 +61,8 @@ def measure(size: Size, device: str, folder: str, nodes: int = 1) -> dict[str, A
             return DataLoader(tokens, size.micro_batch)
 
     background = {"name": "sharded", "background": True}
-    stages = ("zero3",) if nodes == 1 else ("zero1", "zero3")
     sides: dict[str, Any] = {"alone": "auto" if nodes == 1 else "ddp"}
-    sides |= {stage: ZeroStrategy(stage, checkpoint=background) for stage in stages}
+    sides |= {preset: ZeroStrategy(preset, checkpoint=background) for preset in presets}
     found: dict[str, Any] = {"other_losses": []}
     losses: dict[str, Tensor] = {}
     for name, strategy in sides.items():
