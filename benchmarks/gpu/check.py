@@ -144,8 +144,7 @@ class Check:
                 worker.close(at_once=len(workers) > 1)  # one that has failed leaves another waiting for it
         wrong = {key: [each[key] for each in (found, *others) if each.get(key)] for key in WRONG}
         said = "; ".join(f"{key}: {values}" for key, values in wrong.items() if values)
-        status = "error" if said else "cut" if found.get("late_runs") == 0 else "ok"
-        return {"status": status, **found, **({"error": said} if said else {})}
+        return {"status": "ok", **found} | ({"status": "error", "error": said} if said else {})
 
     # -- rows -----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.plan import TOLERANCE, Size
 WARM_UP, STEPS = 3, 8
 
 
-def measure(size: Size, device: str, folder: str, presets: Sequence[str], nodes: int = 1) -> dict[str, Any]:
+def measure(size: Size, device: str, folder: str, rows: Sequence[str], nodes: int = 1) -> dict[str, Any]:
     """Return milliseconds of a step under each strategy, and of the stall of a save behind the last of these steps: the
     Trainer alone writes a file, ZeRO a folder in the background. And the sides whose losses are not those of the first.
 
@@ -56,13 +56,15 @@ def measure(size: Size, device: str, folder: str, presets: Sequence[str], nodes:
             return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=True)
 
         def train_dataloader(self) -> Any:
-            drawn, rows = torch.Generator().manual_seed(0), size.micro_batch * (WARM_UP + STEPS) * nodes
-            tokens: Any = torch.randint(0, size.vocab_size // 8, (rows, size.length + 1), generator=drawn)
+            drawn, count = torch.Generator().manual_seed(0), size.micro_batch * (WARM_UP + STEPS) * nodes
+            tokens: Any = torch.randint(0, size.vocab_size // 8, (count, size.length + 1), generator=drawn)
             return DataLoader(tokens, size.micro_batch)
 
     background = {"name": "sharded", "background": True}
     sides: dict[str, Any] = {"alone": "auto" if nodes == 1 else "ddp"}
-    sides |= {preset: ZeroStrategy(preset, checkpoint=background) for preset in presets}
+    for row in rows:
+        stage, _, offload = row.partition("+")
+        sides[row] = ZeroStrategy(stage, offload=offload or "none", checkpoint=background)
     found: dict[str, Any] = {"other_losses": []}
     losses: dict[str, Tensor] = {}
     for name, strategy in sides.items():

@@ -72,7 +72,7 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # between losses of two sides at the s
 BITS = "bits of stages and rows, also while streams are late"
 SANITIZER = "torch's sanitizer of streams"
 TRAINER = "the Trainer under ZeRO beside the Trainer alone"
-PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero3_offload_optimizer", "zero3_offload")
+SIDES = ("zero0", "zero1", "zero2", "zero3", "zero3+optimizer_cpu", "zero3+cpu")
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def parts(tests_s: float = 60.0) -> list[Part]:
     alone, short, once = {"alone": True}, {"rounds": 2}, {"rounds": 1, "warm_up": 1, "steps": 2}
     return [
         Part("job", "the main job under zero3", 25.0),
-        _asked("trainer", TRAINER, "bits", 30, sides=PRESETS),
-        _asked("bits", BITS, "bits", 50, ranks=2),
+        _asked("trainer", TRAINER, "bits", 30, sides=SIDES),
+        _asked("bits", BITS, "bits", 45, ranks=2),
         _asked("trainer", TRAINER, "bits", 25, ranks=2, sides=("zero1", "zero3")),
         Part("tests", "tests marked gpu", tests_s),
         _asked("bits", BITS, "bits", 25),
@@ -186,9 +186,9 @@ def tiny_parts() -> list[Part]:
         _row("tiny-alone", "bare", **few),
         _row("tiny-alone", "zero1", **few),
         _row("tiny-alone", "zero3", compiled=True, **few | {"estimate_s": 60.0}),
-        _asked("bits", BITS, "tiny", 20),
+        _asked("bits", BITS, "tiny", 10),
         _asked("sanitizer", SANITIZER, "tiny", 20),
-        _asked("trainer", TRAINER, "tiny", 60, sides=PRESETS),
+        _asked("trainer", TRAINER, "tiny", 60, sides=("zero3", "zero3+cpu")),
         _asked("bits", BITS, "tiny-alone", 20, ranks=2),
         _asked("trainer", TRAINER, "tiny", 60, ranks=2, sides=("zero1", "zero3")),
     ]
