@@ -4,7 +4,7 @@
 
     __main__   the command: parts in the order of their worth, within a budget of time
     plan       sizes of models, rows, and what each part takes
-    gpu_tests  the tests marked ``gpu``, limited in time
+    gpu_tests  the tests marked ``gpu``, and the main job, limited in time
     worker     a process for each row, and what is asked of it
     side       what that process does: trains, and measures itself
     model      a GPT of torch alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from benchmarks.gpu import gpu_tests
 from benchmarks.gpu.bounds import OPTIMIZER_IN_FILES, bounds, phi
 from benchmarks.gpu.fits import GIB, fitted
 from benchmarks.gpu.output import Output
-from benchmarks.gpu.plan import SIZES, Part, Row
-from benchmarks.gpu.worker import CutError, RowError, Worker, context
+from benchmarks.gpu.plan import SIZES, TOLERANCE, Part, Row
+from benchmarks.gpu.worker import CutError, RowError, Worker, ask_all, context, free_port
 
 MARGIN_S = 4.0  # to end the last part and to write
 PATIENCE = 2.5  # times its estimate that a part may take where the budget allows it
 STEPS_OF_EXTRAS = 8  # of the peak without activations, the waits and the timeline
 PEER_S = 10.0  # that a turn of a peer may take beyond several times what it took before
-TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # between losses of two sides at the same step, relative
+WRONG = ("other_bits", "far_from_bare", "other_bits_late", "other_losses", "races")  # in answers: empty if all is well
 
 
 class Check:
@@ -28,10 +29,12 @@ class Check:
 
     Attributes:
         failed: a part has raised or died; one that was cut or not run has not failed.
+        host_gib: memory of the host that rows may use; 0: what is free.
     """
 
     def __init__(self, output: Output, device: str, folder: str, budget_s: float, *, broken: str | None = None) -> None:
         self.output, self.device, self.folder = output, device, folder
+        self.host_gib = 0
         self.failed = False
         self._ends = time.monotonic() + budget_s
         self._processes = context()
@@ -41,6 +44,13 @@ class Check:
         self._rates: dict[str, float] = {}
         self._free_nbytes = 0  # of the device; 0: not known
         self._broken = broken
+
+    def compare_with(self, earlier: Sequence[dict[str, Any]]) -> None:
+        """Take rates and rows from what an earlier call has found."""
+        for record in earlier:
+            self._rates |= record.get("rates", {})
+            if record["part"] == "row" and record["status"] == "ok":
+                self._found[record["size"], record["side"]] = record
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
@@ -60,7 +70,7 @@ class Check:
         """A line about the machine. Returns why nothing can run on it."""
         worker = Worker({"device": self.device}, self._processes)
         try:
-            found = worker.ask("machine", self._ends - MARGIN_S)
+            found = worker.ask("machine", self._ends - MARGIN_S, host_gib=self.host_gib)
         except RowError as error:
             self.failed = True
             return str(error)
@@ -75,13 +85,13 @@ class Check:
 
     def _run_or_list(self, part: Part, reason: str | None) -> None:
         estimate, left = self._estimate(part), self._left()
-        head = {"part": part.kind, "name": part.name, **part.fields}
+        head = {"part": part.kind, "name": part.name, **part.fields, "estimate_s": round(estimate, 1)}
         if part.row is not None and any(row.size != part.row.size for row, _ in self._peers.values()):
             self._end_peers()
         reason = reason or part.why_not
         if reason or estimate > left:
             why = reason or f"{max(0.0, left):.0f} s were left"
-            self.output.write({**head, "status": "not run", "estimate_s": round(estimate, 1), "why": why})
+            self.output.write({**head, "status": "not run", "why": why})
             return
         started = time.monotonic()
         deadline = started + min(left, PATIENCE * estimate + 10)
@@ -103,6 +113,8 @@ class Check:
         return part.estimate_s / 2 + 1.3 * steps * bounds(part.row, self._rates, 0.0).get("disk", 0.0)
 
     def _run(self, part: Part, deadline: float) -> dict[str, Any]:
+        if part.kind == "job":
+            return gpu_tests.run_main_job(self.device, self.folder, self.output.folder / "job.txt", deadline)
         if part.kind == "tests":
             # Longer than its estimate at most by what ends it: the rest of the budget is for the rows.
             limit = min(part.estimate_s + gpu_tests.SUMMARY_S, deadline - time.monotonic())
@@ -119,23 +131,25 @@ class Check:
         return {"status": "ok", "rates": {name: float(f"{rate:.4g}") for name, rate in self._rates.items()}}
 
     def _asked(self, part: Part, deadline: float) -> dict[str, Any]:
-        """Ask a process of its own. Bits that differ and races are errors."""
+        """Ask a process of its own, or one for each rank. Bits and losses that differ, and races, are errors."""
         self._end_peers()
-        spec = {"device": self.device, "folder": self.folder, "size": asdict(SIZES[part.fields["size"]])}
-        worker = Worker(spec, self._processes)
+        ranks = range(part.fields["ranks"])
+        spec = {**part.fields, "device": self.device, "folder": self.folder, "size": asdict(SIZES[part.fields["size"]])}
+        spec["port"] = free_port()
+        workers = [Worker({**spec, "rank": rank}, self._processes) for rank in ranks]
         try:
-            found = worker.ask(part.kind, deadline, seconds=part.estimate_s)
+            found, *others = ask_all(workers, part.kind, deadline, seconds=part.estimate_s)
         finally:
-            worker.close()
-        wrong = [key for key in ("other_bits", "other_bits_late", "races") if found.get(key)]
-        said = "; ".join(f"{key}: {found[key]}" for key in wrong)
-        status = "error" if wrong else "cut" if found.get("late_runs") == 0 else "ok"
-        return {"status": status, "estimate_s": part.estimate_s, **found, **({"error": said} if wrong else {})}
+            for worker in workers:
+                worker.close(at_once=len(workers) > 1)  # one that has failed leaves another waiting for it
+        wrong = {key: [each[key] for each in (found, *others) if each.get(key)] for key in WRONG}
+        said = "; ".join(f"{key}: {values}" for key, values in wrong.items() if values)
+        return {"status": "ok", **found} | ({"status": "error", "error": said} if said else {})
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def _row(self, row: Row, deadline: float) -> dict[str, Any]:
-        spec = row.spec(self.device, self.folder)
+        spec = {**row.spec(self.device, self.folder), "host_gib": self.host_gib}
         if self._broken == row.name:
             spec["raises"] = "this row was to fail"
         worker, stays = Worker(spec, self._processes), False
@@ -215,7 +229,7 @@ class Check:
                 judged[f"vs_{peer}"] = round(other["step_ms"] / found["step_ms"], 3)
         bare = self._found.get((size.name, "bare"))
         compute = bare["forward_backward_ms"] / 1e3 if bare else None
-        if not row.compiled:  # the bound is of the bare module as it is
+        if not row.compiled and row.offload != "auto":  # the bound is of the bare module as it is, and of one place
             judged |= phi(bounds(row, self._rates, compute), step_s, overlap=self.device == "cuda")
         losses = self._losses[size.name, row.name]
         judged["losses"] = {step: float(f"{losses[step]:.6g}") for step in (min(losses), max(losses))}
@@ -231,9 +245,10 @@ class Check:
         return judged
 
     def _loss_difference(self, row: Row, peer: str) -> float | None:
-        """The largest relative difference at steps that both have made. None: with a peer that has failed, too."""
+        """The largest relative difference at steps that both have made. None: with a peer that has failed, too, and for
+        a model that was made on meta, whose weights are others."""
         own, other = (self._losses.get((row.size.name, name), {}) for name in (row.name, peer))
-        if peer == row.name or not all(map(math.isfinite, other.values())):
+        if peer == row.name or row.offload == "auto" or not all(map(math.isfinite, other.values())):
             return None
         common = own.keys() & other.keys()
         return max((abs(own[step] - other[step]) / abs(other[step]) for step in common), default=None)

@@ -1,4 +1,5 @@
 """Whether all stages and rows end with the same bits, also while streams are late; and what torch's sanitizer says.
+On one rank, or on two that share a GPU.
 
 Runs in a process of its own, under deterministic algorithms: torch then fills memory that it allocates with NaN, and
 this file fills the memory of gathers. So who reads what is not written yet, or still reads what another one has now,
@@ -8,7 +9,6 @@ ends with other bits.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import random
 import time
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.cuda._sanitizer
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import lightning_zero.device
 import lightning_zero.engine
@@ -25,11 +25,12 @@ from benchmarks.gpu.model import loss_of, make_model
 from benchmarks.gpu.plan import Size
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.device.cuda import Cuda
-from lightning_zero.engine.units.param_store import FlatBuffer
+from lightning_zero.engine.units.bucket import Bucket
 
 ON_DEVICE = (("zero0", "none"), ("zero1", "none"), ("zero2", "none"), ("zero3", "none"))
 ON_HOST = (("zero1", "optimizer_cpu"), ("zero3", "optimizer_cpu"), ("zero3", "cpu"))  # other kernels, other last bits
 STEPS = 4
+FAR = 0.25  # of the change by training: rounding alone may change Adam's first steps, which are as long as any
 LATE_CYCLES = 400_000  # at most: a fifth of a millisecond
 LATE_S = 2e-4
 
@@ -77,16 +78,8 @@ def late(device: str, seed: int) -> Iterator[None]:
     before, compute = kinds.get(device), made(torch.device(device))
     kinds[device] = made
     hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: compute.pause())
-    allocate = FlatBuffer.allocate
-
-    def allocate_nan(buffer: FlatBuffer) -> None:
-        was_there = buffer.allocated
-        allocate(buffer)
-        if not was_there:
-            buffer.data.fill_(float("nan"))
-
     try:
-        with mock.patch.object(FlatBuffer, "allocate", allocate_nan):
+        with new_memory_is_nan():
             yield
     finally:
         hook.remove()
@@ -96,49 +89,84 @@ def late(device: str, seed: int) -> Iterator[None]:
             kinds[device] = before
 
 
-def digest_of(size: Size, device: str, stage: str | None, offload: str) -> str:
-    """Train a few steps, the bare module if ``stage`` is None. Return a digest of losses and weights."""
+@contextlib.contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """In the body, memory of gathers is NaN until it is written, by a fill on the stream that writes it. On the stream
+    whose pool the memory is from, which may be another, nothing would order the fill before the values."""
+    prepare, transfers = Bucket.prepare_gather, Bucket._transfers
+
+    def prepare_nan(bucket: Bucket, **options: Any) -> Any:
+        if bucket.reshards:
+            bucket.full.allocate()
+            bucket.full.data.fill_(float("nan"))
+        return prepare(bucket, **options)
+
+    @contextlib.contextmanager
+    def transfers_into_nan(bucket: Bucket, *, into_free_memory: bool) -> Iterator[None]:
+        with transfers(bucket, into_free_memory=into_free_memory):
+            if into_free_memory:
+                bucket.full.data.fill_(float("nan"))
+            yield
+
+    with (
+        mock.patch.object(Bucket, "prepare_gather", prepare_nan),
+        mock.patch.object(Bucket, "_transfers", transfers_into_nan),
+    ):
+        yield
+
+
+def trained(size: Size, device: str, stage: str | None, offload: str = "none", *, steps: int = STEPS) -> Tensor:
+    """Train a few steps, each rank on its part of the batch; or, if ``stage`` is None, the bare module on all of it.
+    Return all weights."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     model: Any = make_model(size, device)
     settings = {"stage": stage, "offload": offload, "precision": size.precision, "device": device}
     engine = lightning_zero.shard(model, **settings) if stage is not None else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     if engine is not None:
         engine.add_optimizer(optimizer)
-    found = hashlib.sha256()
-    for step in range(STEPS):
+    for step in range(steps):
         drawn = torch.Generator().manual_seed(step)
         tokens = torch.randint(0, size.vocab_size, (size.micro_batch, size.length + 1), generator=drawn).to(device)
-        with torch.autocast(device, torch.bfloat16, enabled=size.precision != "fp32", cache_enabled=False):
-            loss = loss_of(model, tokens)
-        loss.backward()
+        parts = tokens.chunk(ranks)
+        for part in parts if engine is None else [parts[rank]]:
+            with torch.autocast(device, torch.bfloat16, enabled=size.precision != "fp32", cache_enabled=False):
+                loss = loss_of(model, part)
+            (loss if engine is not None else loss / ranks).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.update(repr(loss.item()).encode())
     weights = engine.state_dict(only_rank_0=False) if engine is not None else model.state_dict()
-    for name, value in weights.items():
-        found.update(name.encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    found = torch.cat([value.detach().cpu().flatten() for value in weights.values()])
     if engine is not None:
         engine.release()
-    return found.hexdigest()[:16]
+    return found
 
 
 def compare(size: Size, device: str, deadline: float, seeds: int) -> dict[str, Any]:
-    """Return which rows differ from the first of their kind, and, for each seed until ``deadline`` (on the clock of
-    ``time.monotonic``), which rows end with other bits while streams are late."""
+    """Return which rows differ from the first of their kind, which are far from the bare module, and, for each seed
+    until ``deadline`` (on the clock of ``time.monotonic``), which rows end with other bits while streams are late."""
     torch.use_deterministic_algorithms(True)
-    bits = {row: digest_of(size, device, *row) for row in ON_DEVICE + ON_HOST}
-    bare = digest_of(size, device, None, "none")
-    differ = ["+".join(row) for kind in (ON_DEVICE, ON_HOST) for row in kind if bits[row] != bits[kind[0]]]
-    found: dict[str, Any] = {"equal_to_bare": bits[ON_DEVICE[0]] == bare, "other_bits": differ, "late_runs": 0}
+    start, bare = (trained(size, device, None, steps=steps) for steps in (0, STEPS))
+    ends = {row: trained(size, device, *row) for row in ON_DEVICE + ON_HOST}
+    apart = {row: float((end - bare).norm() / (bare - start).norm()) for row, end in ends.items()}
+    found: dict[str, Any] = {"equal_to_bare": torch.equal(ends[ON_DEVICE[0]], bare), "late_runs": 0}
+    found["from_bare"] = max(apart.values())
+    found["other_bits"] = [
+        "+".join(row) for kind in (ON_DEVICE, ON_HOST) for row in kind if not torch.equal(ends[row], ends[kind[0]])
+    ]
+    found["far_from_bare"] = [f"{'+'.join(row)}: {far:.3g}" for row, far in apart.items() if not far < FAR]
     found["other_bits_late"] = []
     for seed in range(seeds):
         for row in ON_DEVICE[3:] + ON_DEVICE[:3] + ON_HOST:
-            if time.monotonic() > deadline:
+            over = torch.tensor([float(time.monotonic() > deadline)], device=device)
+            if dist.is_initialized():
+                dist.all_reduce(over)  # the same on all ranks
+            if over.item() and found["late_runs"]:
                 return found
-            with late(device, seed):
-                other = digest_of(size, device, *row)
+            with late(device, seed + (1000 * dist.get_rank() if dist.is_initialized() else 0)):
+                other = trained(size, device, *row)
             found["late_runs"] += 1
-            if other != bits[row]:
+            if not torch.equal(other, ends[row]):
                 found["other_bits_late"].append(f"{'+'.join(row)}, seed {seed}")
     return found
 
@@ -146,12 +174,16 @@ def compare(size: Size, device: str, deadline: float, seeds: int) -> dict[str, A
 def sanitize(size: Size, device: str) -> dict[str, Any]:
     """Run the rows under torch's CUDA sanitizer, which knows streams, events and kernels of torch, not NCCL's. Return
     the races that it finds, by row."""
+    # Imported here, because from the import on each event and each allocation calls Python. That takes time, and fails
+    # where the backward of a checkpointed block ends its recomputation by an exception.
+    import torch.cuda._sanitizer as sanitizer
+
     if device == "cuda":
-        torch.cuda._sanitizer.enable_cuda_sanitizer()
+        sanitizer.enable_cuda_sanitizer()
     found: dict[str, str] = {}
     for row in ON_DEVICE + ON_HOST:
         try:
-            digest_of(size, device, *row)
-        except torch.cuda._sanitizer.CUDASanitizerErrors as error:
+            trained(size, device, *row)
+        except sanitizer.CUDASanitizerErrors as error:
             found["+".join(row)] = str(error)[:1500]
     return {"races": found}

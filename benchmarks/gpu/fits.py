@@ -65,13 +65,13 @@ def _plans(row: Row) -> list[BucketPlan]:
     size, sizes = row.size, Itemsizes(row.size.itemsize, 4, 4, 4)
     numels = [size.parameters - size.n_layer * size.block_parameters] + [size.block_parameters] * size.n_layer
     shapes = [BucketShape(unit, (numel,), sizes) for unit, numel in enumerate(numels)]
-    stage, tiers = STAGES[Stage(row.side)], OFFLOADS[Offload(row.offload)]
+    stage, tiers = STAGES[Stage(row.side)], OFFLOADS[Offload(row.offload if row.offload != "auto" else "optimizer_cpu")]
     return [place(shape, stage, tiers, 1, even_alone=row.alone) for shape in shapes]
 
 
 def _at_rest(row: Row) -> int:
-    if not row.is_ours:
-        return 12 * row.size.parameters  # parameters and the state of Adam; gradients are dropped
+    if not row.is_ours:  # parameters and the state of Adam; gradients are dropped
+        return 12 * row.size.parameters * (row.offload == "none")
     return memory.on_tier(memory.planned_bytes(_plans(row)), Tier.device)
 
 
@@ -81,7 +81,8 @@ def _at_peak(row: Row) -> int:
     activations = size.tokens * (size.d_model * blocks + size.vocab_size * LOGIT)
     if not row.is_ours:  # behind the forward, with weights that were cast for the backward; or behind that
         cast = 0 if size.recompute else size.itemsize * size.parameters
-        return _at_rest(row) + max(4 * size.parameters, activations + cast)
+        grads = 4 * size.parameters if row.offload == "none" else 8 * size.block_parameters
+        return _at_rest(row) + max(grads, activations + cast)
     settings = ZeroConfig()
     limits = memory.Limits(settings.prefetch_bytes, settings.keep_gathered_bytes, settings.reduce_bucket_bytes)
     peaks = memory.peak_bytes(_plans(row), limits).values()

@@ -1,8 +1,9 @@
-"""The tests marked ``gpu``, for a limited time: a line for each as it ends, and what was not reached."""
+"""The tests marked ``gpu``, for a limited time: a line for each as it ends, and what was not reached. The main job."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import selectors
@@ -59,6 +60,22 @@ def run(log: Path, limit_s: float) -> dict[str, Any]:
                 collected = int(match[1] or match[2])
     seconds = time.monotonic() - started
     return _summary(outcomes, collected, process.returncode, seconds, cut=seconds > limit_s - SUMMARY_S)
+
+
+def run_main_job(device: str, folder: str, log: Path, deadline: float) -> dict[str, Any]:
+    """As its users start it, on one device, with all output in ``log``."""
+    if importlib.util.find_spec("hydra") is None:
+        return {"status": "not run", "why": "Hydra is not installed"}
+    where = [f"trainer.accelerator={'gpu' if device == 'cuda' else 'cpu'}", "trainer.devices=1"]
+    command = [sys.executable, "-m", "lightning_zero.train", "experiment=tiny", "zero/precision=bf16", *where]
+    environ, limit_s = {**os.environ, "LIGHTNING_ZERO_RUNS": folder}, max(1.0, deadline - time.monotonic())
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(command, cwd=ROOT, env=environ, stdout=file, stderr=file, timeout=limit_s).returncode
+        except subprocess.TimeoutExpired:
+            return {"status": "cut", "error": "the main job was not over in time"}
+    said = f"the main job has ended with {code}: {log.read_text(errors='replace')[-2000:]}"
+    return {"status": "error", "error": said} if code else {"status": "ok"}
 
 
 def _summary(

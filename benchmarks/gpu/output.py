@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 VOLUME_NBYTES = 15 << 20  # a file that comes back may have 16 MiB
-VOLUMES = 4  # ... and there may be 8 of them
+VOLUMES = 3  # ... and there may be 8 of them, with the output of the command
 COLUMNS = (
     ("size", "size"),
     ("side", "side"),
@@ -88,7 +88,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         found = [f"{key} {value / 1e9:.4g}" for key, value in record.get("rates", {}).items()]
         lines += ["", "Rates (10^9 per second): " + (", ".join(found) or record["status"])]
     for record in records:
-        if record["part"] in ("bits", "sanitizer", "trainer") and record["status"] != "not run":
+        if record["part"] in ("job", "bits", "sanitizer", "trainer") and record["status"] != "not run":
             found = [f"{key} {value}" for key, value in record.items() if key not in ("part", "name", "size", "error")]
             lines += ["", f"{record['name']}: " + ", ".join(found)]
     rows = [r for r in of["row"] if r["status"] != "not run"]

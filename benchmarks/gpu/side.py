@@ -27,7 +27,7 @@ import torch._dynamo  # once, where processes are forked from, and not at each o
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import lightning_zero.engine
 from benchmarks import rates
@@ -44,6 +44,13 @@ PROFILED_STEPS = 2
 HOST_STEPS = 5
 SMALL = (1, 9)  # sequences, tokens: activations are next to nothing
 ERROR_LINES = 30
+AUTO = 0.65  # of the device's memory is for what `auto` places; the rest for parameters and activations
+# NCCL refuses two ranks of one host on one GPU: each calls itself a host, and they talk over sockets.
+TWO_HOSTS = {
+    **{"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_MAX_CTAS": "4"},
+    **{f"NCCL_{name}": "1" for name in ("IB_DISABLE", "P2P_DISABLE", "SHM_DISABLE")},
+    **{f"NCCL_{name}_ENABLE": "0" for name in ("NVLS", "MNNVL")},
+}
 
 
 def serve(pipe: Connection, spec: dict[str, Any]) -> None:
@@ -64,15 +71,6 @@ def serve(pipe: Connection, spec: dict[str, Any]) -> None:
         pass
     # At once: an orderly end would bring all values back to the device first. Folders of files are the command's.
     os._exit(0)
-
-
-def machine() -> dict[str, Any]:
-    """What runs here."""
-    found = {"torch": torch.__version__, "cores": len(os.sched_getaffinity(0)), "host_gib": _gib(_meminfo("MemTotal"))}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        found |= {"device": torch.cuda.get_device_name(), "device_gib": _gib(total), "device_free_gib": _gib(free)}
-    return found
 
 
 def measure_rates(device: str, folder: str) -> dict[str, float]:
@@ -112,17 +110,33 @@ class Side:
         self.count = 0
         self.engine: Any = None
         self.used_before = _meminfo("MemTotal") - _meminfo("MemAvailable")
+        self.ranks = spec.get("ranks", 1)
+        if self.ranks > 1:
+            rank, size, port = str(spec["rank"]), str(self.ranks), str(spec["port"])
+            where = {"NCCL_HOSTID": f"rank{rank}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update(TWO_HOSTS | where, RANK=rank, NODE_RANK=rank, LOCAL_RANK="0", WORLD_SIZE=size)
 
     # -- commands -------------------------------------------------------------------------------------------------
 
-    def machine(self) -> dict[str, Any]:
-        return machine()
+    def machine(self, host_gib: int) -> dict[str, Any]:
+        """What runs here. Half of ``host_gib`` is touched: some machines get their memory as it is used."""
+        found = {"torch": torch.__version__, "cores": len(os.sched_getaffinity(0))}
+        found |= {"host_gib": _gib(_meminfo("MemTotal")), "host_available_gib": _gib(_meminfo("MemAvailable"))}
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            found |= {"device": torch.cuda.get_device_name(), "device_gib": _gib(total), "device_free_gib": _gib(free)}
+        if host_gib:
+            touched = torch.empty(host_gib << 29, dtype=torch.uint8).fill_(1)
+            found |= {"touched_gib": _gib(touched.numel()), "host_gib_then": _gib(_meminfo("MemTotal"))}
+        return found
 
     def rates(self) -> dict[str, float]:
         return measure_rates(self.device, self.spec["folder"])
 
     def bits(self, seconds: float) -> dict[str, Any]:
         """See :func:`benchmarks.gpu.exact.compare`; for so many seconds."""
+        if self.ranks > 1:
+            dist.init_process_group("nccl" if self.cuda else "gloo")
         return exact.compare(self._asked_for(), self.device, time.monotonic() + seconds, seeds=5)
 
     def sanitizer(self, seconds: float) -> dict[str, Any]:
@@ -131,7 +145,7 @@ class Side:
     def trainer(self, seconds: float) -> dict[str, Any]:
         if importlib.util.find_spec("lightning") is None:
             return {"status": "not run", "why": "lightning is not installed"}
-        return fit.measure(self._asked_for(), self.device, self.spec["folder"])
+        return fit.measure(self._asked_for(), self.device, self.spec["folder"], self.spec["sides"], self.ranks)
 
     def _asked_for(self) -> Size:
         assert self.size is not None
@@ -151,7 +165,7 @@ class Side:
             store = Path(spec["folder"]) / f"store-{os.getpid()}"
             backend = "nccl" if self.cuda else "gloo"
             dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
-        self.model = make_model(size, self.device)
+        self.model = make_model(size, "meta" if spec["offload"] == "auto" else self.device)
         parameters = sum(p.numel() for p in self.model.parameters())
         if spec["compiled"] and not spec["side"].startswith("zero"):
             for module in self.model.modules():
@@ -278,6 +292,8 @@ class Side:
         if size.precision != "fp32":
             reduced = torch.bfloat16 if size.reduce_dtype == "bf16" else torch.float32
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+        if self.spec["offload"] == "cpu":  # parameters, gradients and the optimizer
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.cuda)
         mesh = init_device_mesh(self.device, (1,))
         for module in self.model.modules():
             if isinstance(module, Block):
@@ -305,6 +321,12 @@ class Side:
         offload: dict[str, Any] = {"name": spec["offload"]}
         if "nvme" in spec["offload"]:
             offload["nvme_path"] = spec["folder"]
+        if spec["offload"] == "auto":
+            offload["device_budget"] = int(AUTO * torch.cuda.mem_get_info()[1]) if self.cuda else 200_000
+        if (
+            spec["offload"] in ("optimizer_cpu", "cpu", "auto") and spec["host_gib"]
+        ):  # what is free may not say what there is
+            offload["host_budget"] = f"{spec['host_gib']}GiB"
         precision = {"name": size.precision, "reduce_dtype": size.reduce_dtype}
         os.environ["LIGHTNING_ZERO_EVEN_ALONE"] = str(int(spec["alone"]))
         self.engine = engine = lightning_zero.shard(

@@ -195,6 +195,11 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   if (schema.name() == "aten::native_dropout")
     call.dropout = host_generator(at::globalContext().defaultGenerator(device));
 
+  auto put = [&](const Tensor& own, const Tensor& t) {  // behind the fill of new memory (deterministic algorithms)
+    if (!own.numel()) return;
+    late_cuda_wait(stream, "values put at once");
+    host_view(own).copy_(t);
+  };
   Stack host;
   std::vector<std::pair<Tensor, size_t>> outs;
   if (!late) {
@@ -203,7 +208,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
       if (grows && written(i) && given[i].isTensor() && given[i].toTensor().numel() == 0) {
         Tensor own = given[i].toTensor(), made = call.args[i].toTensor();
         own.resize_(made.sizes());
-        if (own.numel()) host_view(own).copy_(made);
+        put(own, made);
       }
   }
   for (size_t r = 0; r < m; r++) {
@@ -216,7 +221,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
       if (!t.defined()) return t;
       Tensor own = like(t, device);
       if (late) outs.push_back({own.numel() ? host_view(own) : own, r});
-      else if (own.numel()) host_view(own).copy_(t);
+      else put(own, t);
       return own;
     }));
   }

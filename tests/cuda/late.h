@@ -35,6 +35,7 @@ struct Stream {
 
 using Lock = std::unique_lock<std::mutex>;
 std::mutex& mu();
+extern thread_local int g_device;
 int number(const char* variable, int otherwise);
 void say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 void count(const char* what);                        // locked

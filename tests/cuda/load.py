@@ -11,11 +11,11 @@ class _Torch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         run = spec.loader.exec_module
 
         def exec_module(module):
+            sys.meta_path.remove(self)  # here, and not where somebody only asks whether torch is installed
             run(module)
             _load(module)
 

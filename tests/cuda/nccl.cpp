@@ -64,7 +64,13 @@ sockaddr_un address(const std::string& id, int rank) {  // abstract: no file
   snprintf(a.sun_path + 1, sizeof a.sun_path - 1, "late_cuda-%s-%d", id.c_str(), rank);
   return a;
 }
+struct Hello { int rank; size_t gpu; };
+size_t own_gpu() {  // NCCL knows a GPU by its host, for which NCCL_HOSTID may stand, and by its place there
+  const char* host = getenv("NCCL_HOSTID");
+  return std::hash<std::string>()((host ? host : "") + std::string("/") + std::to_string(g_device));
+}
 bool connect_all(Comm& c) {
+  Hello hello{c.rank, own_gpu()};
   c.sockets.assign(c.size, -1);
   auto own = address(c.id, c.rank);
   int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -76,13 +82,15 @@ bool connect_all(Comm& c) {
       if (++tries > 60000) return false;
       usleep(5000);
     }
-    if (write(s, &c.rank, sizeof c.rank) != sizeof c.rank) return false;
+    if (write(s, &hello, sizeof hello) != sizeof hello) return false;
     c.sockets[peer] = s;
   }
   for (int left = c.size - 1 - c.rank; left > 0; left--) {
-    int s = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC), peer = -1;
-    if (read(s, &peer, sizeof peer) != sizeof peer) return false;
-    c.sockets[peer] = s;
+    int s = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+    Hello other;
+    if (read(s, &other, sizeof other) != sizeof other) return false;
+    c.sockets[other.rank] = s;
+    if (other.gpu == hello.gpu) return say("ERROR Duplicate GPU detected: ranks %d, %d", c.rank, other.rank), false;
   }
   close(listener);
   return true;

@@ -1,7 +1,8 @@
 """The engine on an NVIDIA GPU. Run with ``pytest -m gpu`` where there is one; everywhere else these are skipped.
 
-One GPU holds one NCCL rank. So a group of one rank gathers and reduces over NCCL by ``LIGHTNING_ZERO_EVEN_ALONE``
-(without it, one rank sends nothing), and groups of two share the GPU over gloo (through host memory, not fast).
+NCCL takes one rank of a host on one GPU. So a group of one rank gathers and reduces over NCCL by
+``LIGHTNING_ZERO_EVEN_ALONE`` (without it, one rank sends nothing), and groups of two share the GPU over gloo (through
+host memory, not fast). Two ranks that call themselves two hosts, over NCCL, are a part of ``make gpu-check``.
 """
 
 from __future__ import annotations
