@@ -531,7 +531,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             self.engine.passes.buffers.sync(evaluates=True)
         return starts
 
-    def evaluate_nothing(self, key: str) -> None:
+    def _evaluate_nothing(self, key: str) -> None:
         """Take part in the evaluation step ``key`` of other ranks: this rank has no batch. Collective."""
         self._sync_buffers_once()
         with self.engine.step_scope(key, evaluation=True):

@@ -8,7 +8,7 @@ steps of the others without running the module. Lightning's loops take batches f
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -72,12 +72,13 @@ def end_together(loop: Any) -> None:
             return
         _say(dict(enumerate(lengths)))
     adapt([fetcher], (EndsTogether,))
-    fetcher.strategy = strategy
+    ours = cast(EndsTogether, fetcher)
+    ours.strategy = strategy
     if None in lengths:
-        fetcher.agree()
+        ours.agree()
         return
-    loop.max_batches = fetcher.most = fetcher.length = min(lengths)
-    fetcher.done = fetcher.fetched >= fetcher.most
+    loop.max_batches = ours.most = ours.length = min(lengths)
+    ours.done = ours.fetched >= ours.most
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, math.inf):
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
 
@@ -96,7 +97,7 @@ class ServesOthers(PrefetchDataFetcher):
         own = LAST if item is None else item[2]
         # Lightning reduces the metrics of a loader when the next begins, so all must be done with it.
         while self._first(own) != own:
-            self.strategy.evaluate_nothing(self.key)
+            self.strategy._evaluate_nothing(self.key)
         if item is None:
             self.strategy.engine.passes.order.apart = False
             raise StopIteration
@@ -122,4 +123,5 @@ def serve_others(strategy: Any) -> None:
         lengths = strategy._gather_objects(list(loop.max_batches), "numbers of batches of an evaluation")
         if math.inf in lengths[0] or any(row != lengths[0] for row in lengths):
             adapt([fetcher], (ServesOthers,))
-            fetcher.strategy, fetcher.key = strategy, key
+            served = cast(ServesOthers, fetcher)
+            served.strategy, served.key = strategy, key

@@ -107,7 +107,7 @@ class _Owned:
             with torch._C.DisableTorchFunctionSubclass():
                 _set_data(self, value)
 
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self: Any, memo: dict[int, object]) -> object:
         """Return a whole parameter of the class before sharding, which no engine owns."""
         if id(self) not in memo:
             plain: Any = _PLAIN[type(self)]
@@ -119,7 +119,7 @@ class _Owned:
                 copied.__class__ = plain
         return memo[id(self)]
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> object:  # type: ignore[override]
         return copy.deepcopy(self).__reduce_ex__(protocol)
 
 
