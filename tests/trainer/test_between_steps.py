@@ -176,7 +176,9 @@ def test_hooks_use_weights_as_under_ddp(act: Any, tmp_path: Path) -> None:
     make = functools.partial(Uses, act, tuple(hook for hook in HOOKS if hook not in without))
     expected = fit("ddp", tmp_path, seeded(make), count=12)
     for row in ("zero3", "zero3_offload", "zero1"):
-        assert_as(fit(strategy_of(row, tmp_path), tmp_path, seeded(make), count=12), expected, row)
+        # A unit is hidden when another is used, but not one that the same operation uses.
+        settings = {"prefetch_bytes": 0} if row == "zero3" else {}
+        assert_as(fit(strategy_of(row, tmp_path, **settings), tmp_path, seeded(make), count=12), expected, row)
 
 
 @on_ranks(2)

@@ -494,8 +494,7 @@ class Access:
         brought: list[Unit] = []
         for param in params:
             place = self._place_of(param)
-            unit = self._unit_of[place.bucket]
-            bucket = place.bucket
+            bucket, unit = place.bucket, self._unit_of[place.bucket]
             if bucket.shows_masters:
                 continue
             if not bucket.reshards and not bucket.hides_rounded:
@@ -511,7 +510,8 @@ class Access:
                         f"{place.info.fqn} is sharded, and its values are on no rank now, so {operation!r} would read "
                         "or write a placeholder. Do this inside `with lightning_zero.gather(model):`, on all ranks."
                     )
-                self._between.use(unit, f"{operation!r} of {place.info.fqn}")
+                beside = {self._unit_of[self._place_of(other).bucket] for other in params}
+                self._between.use(unit, f"{operation!r} of {place.info.fqn}", beside)
             elif not bucket.shows_values:
                 self._passes.demand(unit, "a read of parameters")
                 brought.append(unit)

@@ -15,7 +15,7 @@ which brings the new values into the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -94,12 +94,16 @@ class Between:
     # -- uses -----------------------------------------------------------------------------------------------------
 
     @outside_autograd
-    def use(self, unit: Unit, what: str) -> None:
-        """Show the masters of ``unit`` in its parameters. ``what``: the use, for errors. Collective.
+    def use(self, unit: Unit, what: str, beside: Collection[Unit]) -> None:
+        """Show the masters of ``unit`` in its parameters. Collective.
+
+        Args:
+            what: The use, for errors.
+            beside: The units that the same operation uses, and that stay as they are.
 
         Raises ApartError on all ranks if one uses another unit, or does something else."""
         with self._comm.at(f"{what} between steps, which all ranks must make"):
-            self._make_room(unit)
+            self._make_room(unit, beside)
             self._comm.meet(None, f"a use of unit {unit.title} between steps")
             if not self.shown:
                 self._settle()
@@ -128,15 +132,14 @@ class Between:
                     memory.handed_out[slot] = self._checksum(bucket, bucket.params[slot])
             bucket.show_masters(memory.full)
 
-    def _make_room(self, unit: Unit) -> None:
+    def _make_room(self, unit: Unit, beside: Collection[Unit]) -> None:
         """Hide units, the oldest first, until those that are shown and ``unit`` take no more than ``most_bytes``."""
         left = sum(map(_nbytes, self.shown)) + _nbytes(unit)
         oldest = []
         for known in self.shown:
-            if left <= self._most_bytes:
-                break
-            oldest.append(known)
-            left -= _nbytes(known)
+            if left > self._most_bytes and known not in beside:
+                oldest.append(known)
+                left -= _nbytes(known)
         if oldest:
             self._hide(oldest, f"room for unit {unit.title} between steps")
 
