@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from tests.harness import on_ranks
-from tests.trainer.toys import Lit, Run, assert_same, fit, seeded, strategy_of
+from tests.trainer.toys import FEATURES, Lit, Run, assert_same, fit, seeded, strategy_of
 
 HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -97,9 +97,13 @@ def swaps(m: Any) -> None:
         a.copy_(before)
 
 
-def calls_a_part(m: Any) -> Any:
+@torch.no_grad()
+def calls(m: Any) -> Any:
+    """The module, a block, and layers of them, in the dtype of the weights."""
     x = torch.linspace(-1, 1, 6)
-    return m.blocks[0].up(x).sum().item(), m.blocks[1](x).sum().item()
+    whole = m(torch.linspace(-1, 1, 2 * FEATURES).view(2, FEATURES))
+    assert whole.dtype is torch.float32
+    return numbers([whole, m.blocks[1](x), m.blocks[0].up(x), m.average[0](x), m.average[1].down(m.average[1].up(x))])
 
 
 def copies(m: Any) -> Any:
@@ -149,7 +153,7 @@ ACTS = [
     averages,
     writes,
     swaps,
-    calls_a_part,
+    calls,
     copies,
     saves,
     loads,
@@ -182,7 +186,7 @@ def test_hooks_use_weights_as_under_ddp(act: Any, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("act", [a for a in ACTS if a not in (keeps, calls_a_part)], ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", [act for act in ACTS if act is not keeps], ids=lambda act: act.__name__)
 def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(act: Any, tmp_path: Path) -> None:
     """As inside of gather(), which shows masters at every stage."""
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
@@ -64,7 +65,7 @@ class Between:
         self.memory: dict[Bucket, _Memory] = {}
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.rounded: list[Bucket] = []
-        self.in_run = False
+        self.in_run = self._rounds = False
 
     def begin_run(self) -> None:
         """Allow uses: all ranks run the same code from now on. Sends no message."""
@@ -78,7 +79,13 @@ class Between:
         self.pass_begins()
         self.in_run, self.rounded = False, []
 
+    def takes_calls(self, device: torch.device) -> bool:
+        """Return whether a call of a module outside of steps must see masters: one outside of autocast has inputs of
+        their dtype, which a pass does not compute in."""
+        return self._rounds and self.in_run and not torch.is_autocast_enabled(device.type)
+
     def plans_changed(self) -> None:
+        self._rounds = any(bucket.dtypes.compute != bucket.dtypes.master for bucket in self._unit_of)
         self.rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
 
     def pass_begins(self) -> None:
@@ -116,7 +123,7 @@ class Between:
         for bucket in unit.buckets:
             if bucket.is_plain or not _needs_masters(bucket):
                 continue
-            full = bucket.full_master()
+            full = bucket.full_master().to(bucket.dtypes.master)  # those of frozen parameters are rounded
             if (memory := self.memory.get(bucket)) is None:
                 memory = self.memory[bucket] = _Memory(full)
             else:

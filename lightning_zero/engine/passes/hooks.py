@@ -77,6 +77,11 @@ class Hooks:
         assert passes is not None, "the engine is gone but its hooks are not"
         return passes
 
+    @property
+    def running(self) -> list[Unit]:
+        """Return the units whose modules' calls have not returned."""
+        return [running.unit for running in self._running]
+
     def remove(self) -> None:
         for handle in (*self._handles, *(handle for _, handle in self.watched.values())):
             handle.remove()

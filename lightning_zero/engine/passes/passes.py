@@ -366,6 +366,10 @@ class Passes:
         """Open a pass if none is open, and gather ``unit`` before its module's forward."""
         self.forget_failed()
         if self._open.key is None:
+            if self._scope is None and self.between.takes_calls(self.comm.device):
+                if unit not in self.between.shown:
+                    self.between.use(unit, "a call", self.hooks.running)
+                return
             if self._scope is None and self.calls_meet and any(unit.reshards for unit in self.units):
                 self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())

@@ -460,7 +460,7 @@ class Bucket:
     @property
     def rounds(self) -> bool:
         """Return whether the parameters stay gathered, in fewer bits than their masters have."""
-        return self.trainable and not self.reshards and self.dtypes.compute != self.dtypes.master
+        return not self.reshards and self.dtypes.compute != self.dtypes.master
 
     def hide_rounded(self, hides: bool) -> None:
         self.hides_rounded = hides
