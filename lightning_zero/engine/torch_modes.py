@@ -11,10 +11,15 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def _saves(mode: object) -> bool:
+    return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
 
 
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
@@ -26,8 +31,8 @@ def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
         if peek_interpreter_stack() is not None:
             with temporarily_clear_interpreter_stack():
                 return wrapped(*args, **kwargs)
-        # Dispatch modes (selective checkpointing, counters of FLOPs) concern the operations of the model alone.
-        if torch._C._len_torch_dispatch_stack() > 0:
+        # Selective checkpointing must save, and look for, the operations of the model alone.
+        if torch._C._len_torch_dispatch_stack() > 0 and any(map(_saves, _get_current_dispatch_mode_stack())):
             with _disable_current_modes():
                 return wrapped(*args, **kwargs)
         # Tensors made in inference mode could not be trained. The second switch stops absent parameters from calling
