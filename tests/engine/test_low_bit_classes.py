@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ NESTED = "__bnb_optimizer_quant_state__"
 
 
 def packed(params: Any) -> torch.optim.Optimizer:
-    bnb = pytest.importorskip("bitsandbytes")
+    import bitsandbytes as bnb
+
     return bnb.optim.AdamW8bit(params, lr=0.01, weight_decay=0.1)  # type: ignore[no-any-return]
 
 
@@ -30,11 +32,11 @@ def model() -> nn.Module:
     return Model(width=64)  # a tensor of fewer than 4,096 elements keeps its state in fp32
 
 
+@pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs it")
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "row"), [(0, "none"), (1, "none"), (2, "optimizer_cpu"), (3, "none"), (3, "nvme")])
 def test_packed_state_is_stepped_saved_and_loaded_as_in_one_process(stage: int, row: str, tmp_path: Any) -> None:
-    pytest.importorskip("bitsandbytes")
     with with_twin(model, stage=stage, optimizer=packed, shaped=True, **offload(row, tmp_path)) as (side, twin):
         train_both((side, twin), range(2))
         state, plain = state_of(side), twin.optimizer.state_dict()
@@ -49,9 +51,9 @@ def test_packed_state_is_stepped_saved_and_loaded_as_in_one_process(stage: int, 
         assert_same(side, twin)
 
 
+@pytest.mark.skipif(not find_spec("torchao"), reason="needs it")
 @on_ranks(1)
 def test_packed_state_in_tensors_that_wrap_others_is_refused() -> None:
-    pytest.importorskip("torchao")
     from torchao.optim import AdamW8bit
 
     for stage in (0, 1):

@@ -148,19 +148,15 @@ def takes_gradients(m: Any) -> Any:
     return numbers(torch.autograd.grad(sum(p.square().sum() for p in params), params))
 
 
-ACTS = [
-    reads,
-    averages,
-    writes,
-    swaps,
-    calls,
-    copies,
-    saves,
-    loads,
-    writes_to_a_state_dict,
-    keeps,
-    takes_gradients,
-]
+ACTS = (reads, averages, writes, swaps, calls, copies, saves, loads, writes_to_a_state_dict, takes_gradients)
+
+
+def everything(m: Any) -> Any:
+    return [act(m) for act in ACTS]
+
+
+EACH = [everything, keeps, *(pytest.param(act, marks=pytest.mark.full) for act in ACTS)]
+BY_NAME = {"ids": lambda act: act.__name__}
 IN_STEPS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 AFTERWARDS = ("on_fit_end",)  # the run is over for the strategy: the module is whole, in memory of its own
 
@@ -174,7 +170,7 @@ def assert_as(found: Run, expected: Run, what: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", EACH, **BY_NAME)
 def test_hooks_use_weights_as_under_ddp(act: Any, tmp_path: Path) -> None:
     without = () if act is reads else (*IN_STEPS, *(AFTERWARDS if act is keeps else ()))
     make = functools.partial(Uses, act, tuple(hook for hook in HOOKS if hook not in without))
@@ -186,7 +182,7 @@ def test_hooks_use_weights_as_under_ddp(act: Any, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("act", [act for act in ACTS if act is not keeps], ids=lambda act: act.__name__)
+@pytest.mark.parametrize("act", [act for act in EACH if act is not keeps], **BY_NAME)
 def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(act: Any, tmp_path: Path) -> None:
     """As inside of gather(), which shows masters at every stage."""
 
