@@ -17,8 +17,12 @@ from lightning_zero.trainer.precision_row import PrecisionRow
 class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     """Precision plugin of :class:`~lightning_zero.ZeroStrategy`, with the arguments of :class:`PrecisionRow`."""
 
+    batch_weight = 1.0  # factor of the loss of this rank's batch, set by zero.uneven=join
+
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         self.strategy._interruptions.not_finite.note(tensor)
+        if self.batch_weight != 1.0:
+            tensor = tensor * self.batch_weight
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale
         return super().pre_backward(tensor, module)
