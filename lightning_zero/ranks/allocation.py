@@ -25,10 +25,10 @@ def check_allocation(
 ) -> None:
     """Raise ConfigError if the launcher has not started ``devices`` processes on each of ``nodes`` nodes."""
     if isinstance(environment, LightningEnvironment) and _in_pod(environ):
-        world = environ["WORLD_SIZE"]
-        if world not in (str(nodes), str(nodes * devices)):
+        told = environ["WORLD_SIZE"]
+        if told not in (str(nodes), str(nodes * devices)):
             raise ConfigError(
-                f"trainer.num_nodes: expected the number of pods of the PyTorchJob, whose WORLD_SIZE is {world} (that "
+                f"trainer.num_nodes: expected the number of pods of the PyTorchJob, whose WORLD_SIZE is {told} (that "
                 f"number, or it times trainer.devices), got trainer.num_nodes={nodes} trainer.devices={devices}. "
                 "Change these, or the job's replicas."
             )

@@ -119,7 +119,7 @@ def end_together(loop: Any) -> None:
     ConfigError if its model cannot be trained with ``zero.uneven=join``. Collective."""
     trainer, fetcher = loop.trainer, loop._data_fetcher
     strategy = trainer.strategy
-    if not isinstance(fetcher, PrefetchDataFetcher) or strategy.world_size == 1:
+    if not isinstance(loop._data_fetcher, PrefetchDataFetcher) or strategy.world_size == 1:
         return
     if isinstance(fetcher, EndsTogether | Joins):
         return
@@ -184,7 +184,7 @@ def serve_others(strategy: Any) -> None:
     loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     key = "predict_step" if trainer.predicting else "test_step" if trainer.testing else "validation_step"
     fetcher = loop._data_fetcher
-    if isinstance(fetcher, PrefetchDataFetcher):
+    if isinstance(loop._data_fetcher, PrefetchDataFetcher):
         lengths = strategy._gather_objects(list(loop.max_batches), "numbers of batches of an evaluation")
         if math.inf in lengths[0] or any(row != lengths[0] for row in lengths):
             adapt([fetcher], (ServesOthers,))
