@@ -39,6 +39,7 @@ MESSAGES = "messages.md"
 # Where more is said about a setting, by the beginning of its name.
 MORE = {
     "zero.fingerprint": "monitoring.md#fingerprints-and-steps-that-are-run-again",
+    "zero.uneven": "lightning.md",
     "zero.loss": "parameters.md#a-mean-over-all-tokens",
     "zero/stage": "#groups",
     "zero/offload": "offload.md",

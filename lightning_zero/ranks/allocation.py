@@ -24,6 +24,14 @@ def check_allocation(
     environment: ClusterEnvironment, *, nodes: int, devices: int, environ: Mapping[str, str] = os.environ
 ) -> None:
     """Raise ConfigError if the launcher has not started ``devices`` processes on each of ``nodes`` nodes."""
+    if isinstance(environment, LightningEnvironment) and _in_pod(environ):
+        told = environ["WORLD_SIZE"]
+        if told not in (str(nodes), str(nodes * devices)):
+            raise ConfigError(
+                f"trainer.num_nodes: expected the number of pods of the PyTorchJob, whose WORLD_SIZE is {told} (that "
+                f"number, or it times trainer.devices), got trainer.num_nodes={nodes} trainer.devices={devices}. "
+                "Change these, or the job's replicas."
+            )
     if isinstance(environment, LightningEnvironment) and nodes > 1:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         missing += ["NODE_RANK"] if not {"NODE_RANK", "GROUP_RANK"} & environ.keys() else []
@@ -87,12 +95,20 @@ def check_srun(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
+def _in_pod(environ: Mapping[str, str]) -> bool:
+    """Return whether ``RANK`` numbers nodes, as in the pods of a PyTorchJob, which start their processes themselves."""
+    return launched(environ) is None and environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
 def own_environment() -> ClusterEnvironment | None:
     """If Lightning does not detect mpirun, set torchrun's variables and return torchrun's environment. Else ``None``.
 
-    Lightning knows MPI through mpi4py alone. Without mpi4py, every process would take itself for the first and start
-    more. Raises ConfigError if this process's rank or the address of rank 0 is unknown."""
+    Lightning knows MPI through mpi4py alone, and Kubeflow's PyTorchJob through a plugin alone, for which ``NODE_RANK``
+    is set here. Else every process would take itself for the first and start more. Raises ConfigError if this
+    process's rank or the address of rank 0 is unknown."""
     place = launched()
+    if _in_pod(os.environ):
+        os.environ.setdefault("NODE_RANK", os.environ["RANK"])
     others = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
     if place is None or place.by != "mpirun" or place.world_size in (None, 1) or any(e.detect() for e in others):
         return None

@@ -114,6 +114,7 @@ class FabricKeywords(TypedDict, total=False):
         "replicated_with_grad_allreduce"]]
     )
     loss: Literal["batches", "tokens"]
+    uneven: Literal["end", "join"]
     fingerprint: int | None
 
 

@@ -74,6 +74,13 @@ class LossMean(Enum):
     tokens = "tokens"
 
 
+class Uneven(Enum):
+    """What an epoch of training does where ranks have different numbers of batches."""
+
+    end = "end"  # it ends with the last batch that all have
+    join = "join"  # ranks without batches go on with weight 0
+
+
 class TensorStyle(Enum):
     """How tensor parallelism splits a module, in transformers' words."""
 

@@ -10,7 +10,17 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lightning_zero.settings.groups import OffloadConfig, StageConfig, without_effect
-from lightning_zero.settings.names import ROWS, ConfigError, HybridShard, LossMean, Offload, Stage, choose, nearest
+from lightning_zero.settings.names import (
+    ROWS,
+    ConfigError,
+    HybridShard,
+    LossMean,
+    Offload,
+    Stage,
+    Uneven,
+    choose,
+    nearest,
+)
 from lightning_zero.settings.values import kinds_of
 from lightning_zero.settings.zero_config import ZeroConfig, check_hybrid_shard, check_prefetch, check_rows
 
@@ -59,7 +69,8 @@ def check_decided(config: ZeroConfig) -> None:
             "ZeroStrategy decides at the start of a run. Give the row that python -m lightning_zero.plan names, or "
             "train with Trainer(strategy='zero_auto')."
         )
-    for name, default in (("sequence_parallel", 1), ("loss", LossMean.batches), ("fingerprint", None)):
+    of_trainer = {"sequence_parallel": 1, "loss": LossMean.batches, "uneven": Uneven.end, "fingerprint": None}
+    for name, default in of_trainer.items():
         if (got := getattr(config, name)) != default:
             default, got = (getattr(value, "name", value) for value in (default, got))
             raise ConfigError(

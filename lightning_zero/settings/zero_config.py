@@ -25,6 +25,7 @@ from lightning_zero.settings.names import (
     Stage,
     StateDtype,
     TensorStyle,
+    Uneven,
 )
 from lightning_zero.settings.values import MIB, NBytes, check_types, positive
 
@@ -69,6 +70,9 @@ class ZeroConfig:
         tensor_plan: the style of modules for it, by name (``layers.*.q_proj: colwise``), for models without a plan.
         loss: what a step's gradients belong to. ``batches``: the mean of the micro-batches' losses, as in Lightning;
             ``tokens``: the mean over all tokens of the step, on all ranks and in all micro-batches.
+        uneven: what an epoch of training does where ranks have different numbers of batches. ``end``: it ends with the
+            last batch that all have; ``join``: ranks without batches repeat their last one with weight 0 until all are
+            out, so that gradients are means over the ranks that have batches.
         fingerprint: write checksums of weights and optimizer state into ``fingerprints.csv`` after every so many steps.
             ``None``: never.
     """
@@ -95,6 +99,7 @@ class ZeroConfig:
     expert_parallel: int = 1
     tensor_plan: dict[str, TensorStyle] = field(default_factory=dict)
     loss: LossMean = LossMean.batches
+    uneven: Uneven = Uneven.end
     fingerprint: int | None = None
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@
     precision       precision plugin; precision_row and settings are shared with Fabric
     registration    names for Trainer(strategy=) and Fabric(strategy=)
     interruptions   SIGTERM and the requeue signal: all ranks end the run at the same step
+    not_finite      names the step at which a loss or norm is NaN or infinite first
     adapted         gives objects of Lightning our methods where it has no hook; loops: the Trainer's loops
     uneven          ranks with different numbers of batches
     long_sequences  steps on parts of sequences; sequence_check: compares first steps on parts and on whole sequences

@@ -27,6 +27,7 @@ from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.rendezvous import StartError
 from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, note_job, note_raised, write_outcome
 from lightning_zero.ranks.waits import StallError
+from lightning_zero.trainer.not_finite import NotFinite
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
 SAVING_SHARE = 0.05  # largest share of the run's time that periodic saves may take
@@ -68,6 +69,7 @@ class Interruptions:
         self._trainer = trainer
         self._comm = engine.comm
         self.training = training
+        self.not_finite = NotFinite(trainer, engine)
         self._noted = _NOTHING
         self._save_every_s = save_every_s
         self._next_save = time.monotonic() + save_every_s if save_every_s is not None else float("inf")
@@ -135,8 +137,9 @@ class Interruptions:
         """
         due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
         checkpoints = cast(Any, self._trainer.strategy)._checkpoints
-        noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.background.has_failed
-        asked, failed = self._comm.max_(torch.tensor(noted, dtype=torch.int64)).tolist()
+        noted = max(self._noted, _SAVE if due else _NOTHING), checkpoints.background.has_failed, self.not_finite.found
+        asked, failed, not_finite = self._comm.max_(torch.tensor(noted, dtype=torch.int64)).tolist()
+        self.not_finite.say(not_finite)
         if failed:
             checkpoints.wait_for_writes()
         if not asked:

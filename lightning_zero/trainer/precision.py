@@ -17,7 +17,12 @@ from lightning_zero.trainer.precision_row import PrecisionRow
 class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     """Precision plugin of :class:`~lightning_zero.ZeroStrategy`, with the arguments of :class:`PrecisionRow`."""
 
+    batch_weight = 1.0  # factor of the loss of this rank's batch, set by zero.uneven=join
+
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        self.strategy._interruptions.not_finite.note(tensor)
+        if self.batch_weight != 1.0:
+            tensor = tensor * self.batch_weight
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale
         return super().pre_backward(tensor, module)
@@ -64,7 +69,8 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
             self.load_state_dict(checkpoint.get(name) or {})
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.strategy.engine.passes.sharded_grads.clip_by_norm(self._places(optimizer), clip_val)
+        norm = self.strategy.engine.passes.sharded_grads.clip_by_norm(self._places(optimizer), clip_val)
+        self.strategy._interruptions.not_finite.note(norm, is_norm=True)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         self.strategy.engine.passes.sharded_grads.clip_by_value(self._places(optimizer), clip_val)

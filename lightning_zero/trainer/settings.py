@@ -12,7 +12,7 @@ from weakref import WeakSet
 from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.layerwise.float8 import check_torchao
 from lightning_zero.planning.activations import Activations
-from lightning_zero.settings import LossMean, Precision, ZeroConfig, check_prefetch, make_config, make_folder
+from lightning_zero.settings import LossMean, Precision, Uneven, ZeroConfig, check_prefetch, make_config, make_folder
 from lightning_zero.tiers.claims import check_folder
 
 
@@ -65,6 +65,7 @@ def settings_of(config: ZeroConfig | None, **settings: Any) -> ZeroConfig:
 
 def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
     """Return ``config`` for an engine, with precision ``row``, and without what the strategy itself does: dividing
-    sequences among ranks, counting tokens, writing fingerprints."""
+    sequences among ranks, counting tokens, joining uneven epochs, writing fingerprints."""
     precision = replace(config.precision, name=row)
-    return make_config(config, precision=precision, sequence_parallel=1, loss=LossMean.batches, fingerprint=None)
+    others: dict[str, Any] = {"loss": LossMean.batches, "uneven": Uneven.end, "fingerprint": None}
+    return make_config(config, precision=precision, sequence_parallel=1, **others)

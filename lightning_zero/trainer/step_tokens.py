@@ -31,12 +31,14 @@ class StepTokens:
     Attributes:
         of_next_backward: number of tokens of the loss whose backward comes next, 0-d.
         loss: the mean over all tokens of the last step, on all ranks, 0-d; None before the first step.
+        counts: whether tokens of this rank's batch count, which a batch that zero.uneven=join repeats does not.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._grads = engine, engine.passes.sharded_grads
         self.of_next_backward: Tensor | None = None
         self.loss: Tensor | None = None
+        self.counts = True
         self._divided: set[int] = set()  # ids of parameters whose gradients are divided, and still there
         self._forget()
 
@@ -61,6 +63,7 @@ class StepTokens:
                 "zero.loss=tokens: expected a backward of a loss of training_step, whose tokens are counted, got one "
                 "outside of it. Call manual_backward in training_step, or set zero.loss=batches."
             )
+        tokens = tokens if self.counts else 0 * tokens
         if not self._grads.are_there:  # users may have cleared those of earlier backwards
             self._forget()
         self._refuse_uncounted()

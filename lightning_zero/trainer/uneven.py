@@ -1,8 +1,9 @@
 """Lets ranks have different numbers of batches.
 
-An epoch of training ends on all ranks with the last batch that all have. An evaluation goes on until all ranks are
-done: at stages that reshard, a rank that has no batch, or whose next batch is of a later loader, takes part in the
-steps of the others without running the module. Lightning's loops take batches from a data fetcher, extended here.
+An epoch of training ends on all ranks with the last batch that all have, or, with ``zero.uneven=join``, with the last
+that any has. An evaluation goes on until all ranks are done: at stages that reshard, a rank that has no batch, or whose
+next batch is of a later loader, takes part in the steps of the others without running the module. Lightning's loops
+take batches from a data fetcher, extended here.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn import SyncBatchNorm
 
 from lightning_zero.lightning_api import PrefetchDataFetcher
+from lightning_zero.settings import ConfigError, Uneven
 from lightning_zero.trainer.adapted import adapt
 
 LAST = 2**31  # stands for a loader behind all others
@@ -55,30 +58,93 @@ class EndsTogether(PrefetchDataFetcher):
         self.done = bool(out)
 
 
+class Joins(PrefetchDataFetcher):
+    """Of training with ``zero.uneven=join``: a rank without batches repeats its last one with weight 0, or, if it had
+    none, one of another rank, until all are out."""
+
+    strategy: Any
+    item: Any = None  # the last of this epoch; from the first batch on all ranks have one
+
+    def __iter__(self) -> Any:
+        super().__iter__()
+        self.item = None
+        return self
+
+    def __next__(self) -> Any:
+        if self.item is None:  # not in __iter__, after which a resumed loop counts what it had fetched
+            self.agree()
+        if self.done:
+            raise StopIteration
+        having, first = self.having, self.item is None
+        has = having[self.strategy.global_rank]
+        if has:
+            self.item = super().__next__()
+        if first and not all(having):
+            item = self.strategy.broadcast(self.item, having.index(1))
+            self.item = self.item if has else item
+        self._weigh(len(having) / sum(having) if has else 0.0)
+        self.agree()
+        return self.item
+
+    def agree(self) -> None:
+        """Find the ranks that have a next batch. Collective."""
+        has = bool(self.batches) if self.length is None else self.fetched < self.length
+        having = torch.zeros(self.strategy.world_size, dtype=torch.int64)
+        having[self.strategy.global_rank] = has
+        self.having: list[int] = self.strategy.engine.comm.sum_(having).tolist()
+        self.done = not any(self.having)
+
+    def _weigh(self, weight: float) -> None:
+        if (tokens := self.strategy._sequences.tokens) is not None:
+            tokens.counts = weight > 0
+        else:
+            self.strategy.precision_plugin.batch_weight = weight
+
+
+def _check_join(module: Any) -> None:
+    if found := [name for name, part in module.named_modules() if isinstance(part, SyncBatchNorm)]:
+        raise ConfigError(
+            "zero.uneven: expected end with SyncBatchNorm (a batch of weight 0 would count in its statistics), got "
+            f"join and {found[0]}. Choose zero.uneven=end, or drop sync_batchnorm."
+        )
+
+
 def _say(batches: dict[int, Any]) -> None:
     found = ", ".join(f"{number} on rank {rank}" for rank, number in batches.items())
     rank_zero_warn(f"ranks have different numbers of batches ({found}): epochs end with the last batch that all have.")
 
 
 def end_together(loop: Any) -> None:
-    """Make the epochs of ``loop``, a fit loop that has just set up its data, end on all ranks together. Collective."""
+    """Make the epochs of ``loop``, a fit loop that has just set up its data, end on all ranks together. Raise
+    ConfigError if its model cannot be trained with ``zero.uneven=join``. Collective."""
     trainer, fetcher = loop.trainer, loop._data_fetcher
     strategy = trainer.strategy
-    if not isinstance(fetcher, PrefetchDataFetcher) or isinstance(fetcher, EndsTogether) or strategy.world_size == 1:
+    if not isinstance(loop._data_fetcher, PrefetchDataFetcher) or strategy.world_size == 1:
         return
+    if isinstance(fetcher, EndsTogether | Joins):
+        return
+    joins = strategy.config.uneven is Uneven.join
+    if joins:
+        _check_join(strategy.lightning_module)
+        strategy.precision_plugin.batch_weight = 1.0  # after an earlier fit
     lengths = strategy._gather_objects(fetcher.length, "numbers of training batches")
     if None not in lengths:
         if len(set(lengths)) == 1:
             return
-        _say(dict(enumerate(lengths)))
-    adapt([fetcher], (EndsTogether,))
+        if not joins:
+            _say(dict(enumerate(lengths)))
+    adapt([fetcher], (Joins if joins else EndsTogether,))
     ours = cast(EndsTogether, fetcher)
     ours.strategy = strategy
-    if None in lengths:
+    if joins:
+        loop.max_batches = max(strategy._gather_objects(loop.max_batches, "most batches of an epoch"))
+    elif None in lengths:
         ours.agree()
+    else:
+        loop.max_batches = ours.most = ours.length = min(lengths)
+        ours.done = ours.fetched >= ours.most
+    if None in lengths:
         return
-    loop.max_batches = ours.most = ours.length = min(lengths)
-    ours.done = ours.fetched >= ours.most
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, math.inf):
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
 
@@ -119,7 +185,7 @@ def serve_others(strategy: Any) -> None:
     loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     key = "predict_step" if trainer.predicting else "test_step" if trainer.testing else "validation_step"
     fetcher = loop._data_fetcher
-    if isinstance(fetcher, PrefetchDataFetcher):
+    if isinstance(loop._data_fetcher, PrefetchDataFetcher):
         lengths = strategy._gather_objects(list(loop.max_batches), "numbers of batches of an evaluation")
         if math.inf in lengths[0] or any(row != lengths[0] for row in lengths):
             adapt([fetcher], (ServesOthers,))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero import ZeroMonitor, ZeroStrategy
+from lightning_zero.trainer import not_finite
 from lightning_zero.trainer.precision import ZeroPrecision
 from tests.engine.sides import Sharded, Side, Twin, step_and_clear, with_twin
 from tests.engine.support import assert_same
@@ -76,6 +79,37 @@ class Poisoned(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return poisoned(loss) if batch_idx == 1 else loss
+
+
+class PoisonedGradients(Lit):
+    """Where the norm of gradients is the first number that is not finite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            loss.register_hook(poisoned)
+        return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("skips", [None, 3])
+@pytest.mark.parametrize(("module", "clips", "says"), [
+    (Poisoned, None, r"^the loss of rank 1 is NaN or infinite at step 1 "),
+    (Poisoned, 1.0, r"^the loss of rank 1 is NaN or infinite at step 1 "),
+    (PoisonedGradients, 1.0, r"^the norm of gradients is NaN or infinite at step 1 "),
+])  # fmt: skip
+def test_the_first_number_that_is_not_finite_is_said_once(
+    module: type[Lit], clips: float | None, says: str, skips: int | None, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    strategy = ZeroStrategy("zero3", optimizer={"skip_nonfinite": skips})
+    with mock.patch.object(not_finite, "rank_zero_warn", said.append):
+        fit(strategy, tmp_path, module(), max_epochs=1, gradient_clip_val=clips)
+    if skips and module is PoisonedGradients:  # such a step is skipped and counted
+        assert not said
+        return
+    assert len(said) == 1 and re.search(says, said[0]), said
+    assert ("Such a step is skipped" in said[0]) == (skips is not None)
 
 
 @on_ranks(2)

@@ -72,15 +72,16 @@ def test_one_host_without_room_is_named_by_all() -> None:
 
 
 @on_ranks(3)
-def test_other_writes_on_another_host_are_refused() -> None:
+def test_writes_of_rank_0_count_on_all_hosts_and_each_rank_shows_them() -> None:
     with on_hosts((0, 0, 1)), Sharded(Model(), stage=3) as side:
         before = whole(side)
         assert whole_params.show_whole(side.engine)
+        head = side.module.head
         with torch.no_grad():
-            side.module.head.bias.fill_(float(dist.get_rank() == 2))
-        with pytest.raises(RuntimeError, match=r"head\.bias: written to between runs, with other values"):
-            whole_params.shard_again(side.engine)
-        with torch.no_grad():
-            side.module.head.bias.copy_(before[-1])
+            head.bias.fill_(float(dist.get_rank()))
+            if dist.get_rank():
+                head.weight.data = torch.full_like(head.weight, 7.0)
+        whole_params.take_writes_over(side.engine)
+        assert head.bias.eq(0.0).all() and torch.equal(head.weight, before[-2])
         whole_params.shard_again(side.engine)
-        assert all(map(torch.equal, whole(side), before))
+        assert all(map(torch.equal, whole(side), [*before[:-1], torch.zeros_like(before[-1])]))

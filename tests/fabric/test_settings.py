@@ -25,7 +25,7 @@ from tests.trainer.toys import FEATURES, loader, once
 
 # Those with tests of their own, here or beside.
 ELSEWHERE = {"stage", "precision", "checkpoint", "timeline", "init_from", "sequence_parallel"}
-ELSEWHERE |= {"loss", "fingerprint", "tensor_parallel", "expert_parallel", "tensor_plan"}
+ELSEWHERE |= {"loss", "fingerprint", "uneven", "tensor_parallel", "expert_parallel", "tensor_plan"}
 
 
 def test_every_field_is_tried_here_or_beside() -> None:

@@ -30,6 +30,7 @@ SRUN = {f"SLURM_{name}": value for name, value in SRUN.items()} | {"SLURM_NTASKS
 UNEVEN = SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
 OPEN_MPI = dict(zip(MPI_VARIABLES[0], ["3", "4", "1", "2"], strict=True))
 MPICH = dict(zip(MPI_VARIABLES[2], ["3", "4", "1", "2"], strict=True))
+POD = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}  # of Kubeflow's PyTorchJob
 BY_HAND = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
 PLACE = {"rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "nodes": 2}
 
@@ -84,6 +85,7 @@ def test_tasks_per_node_as_slurm_writes_them() -> None:
     (LightningEnvironment, {}, 2, 2, ["MASTER_PORT, NODE_RANK", "trainer.num_nodes=1", "torchrun --nnodes=2"]),
     (LightningEnvironment, {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, 2, 2, ["expected NODE_RANK", "0 .. 1"]),
     (LightningEnvironment, {**BY_HAND, "NODE_RANK": "2"}, 2, 2, ["NODE_RANK", "0 .. 1", "'2'"]),
+    (LightningEnvironment, POD, 1, 1, ["number of pods", "WORLD_SIZE is 2", "trainer.num_nodes=1"]),
 ])  # fmt: skip
 def test_a_wrong_allocation_says_expected_found_and_what_to_change(
     environ: Any, environment: type, variables: dict[str, str], nodes: int, devices: int, words: list[str]
@@ -131,6 +133,13 @@ def test_mpirun_is_recognised_by_its_variables(environ: Any) -> None:
     environ(PMI_RANK="0", PMI_SIZE="2")
     with pytest.raises(ConfigError, match="MPI_LOCALRANKID"):
         own_environment()
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_rank_of_a_pod_is_that_of_its_node(environ: Any, devices: int) -> None:
+    environ(**POD | {"WORLD_SIZE": str(2 * devices)})
+    assert own_environment() is None and LightningEnvironment().node_rank() == 1
+    allocation.check_allocation(LightningEnvironment(), nodes=2, devices=devices)
 
 
 # -- what all ranks must have alike -----------------------------------------------------------------------------------

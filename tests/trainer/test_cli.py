@@ -32,6 +32,7 @@ OTHERS = {
     "stall_timeout_s": 9,
     "tensor_parallel": 1,
     "hybrid_shard": "node",
+    "uneven": "join",
     "fingerprint": 5,
 }
 

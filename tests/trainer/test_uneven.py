@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_zero.settings import ConfigError
 from tests.harness import on_ranks
 from tests.trainer import toys
 from tests.trainer.toys import Lit, Samples, assert_same, record, seeded, strategy_of, trainer
@@ -25,10 +27,14 @@ class Some(IterableDataset[Any]):
         self.count = min(counts[dist.get_rank()], most or max(counts))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        generator = torch.Generator().manual_seed(100 + dist.get_rank())
-        for _ in range(self.count):
-            x = torch.randn(2, toys.FEATURES, generator=generator)
-            yield x, x.sum(1, keepdim=True).sin()
+        return batches(dist.get_rank(), self.count)
+
+
+def batches(rank: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(count):
+        x = torch.randn(2, toys.FEATURES, generator=generator)
+        yield x, x.sum(1, keepdim=True).sin()
 
 
 class Listed(Some):
@@ -93,3 +99,96 @@ def test_an_epoch_of_training_ends_with_the_last_batch_that_all_ranks_have(accum
             found = [str(w.message) for w in said if "different numbers of batches" in str(w.message)]
             assert len(found) == (dist.get_rank() == 0), found
             assert not found or f"(3 on rank 0, {'5' if listed else '3 and more'} on rank 1)" in found[0]
+
+
+def plain(counts: tuple[int, ...], accumulates: int) -> dict[str, Tensor]:
+    """Weights after two epochs of one process, whose gradients are means over the ranks that have a batch."""
+    module = seeded(Lit)
+    optimizer = module.configure_optimizers()
+    for _ in range(2):
+        ranks = [list(batches(rank, count)) for rank, count in enumerate(counts)]
+        for step in range(max(counts)):
+            losses = [module.loss(own[step]) for own in ranks if step < len(own)]
+            (sum(losses) / len(losses) / accumulates).backward()
+            if (step + 1) % accumulates == 0 or step + 1 == max(counts):
+                optimizer.step()
+                optimizer.zero_grad()
+    return module.state_dict()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("counts", "listed"), [(UNEVEN, False), (UNEVEN, True), ((4, 0), False)])
+@pytest.mark.parametrize(("row", "accumulates"), [("zero1", 2), ("zero3", 1), ("zero3_offload", 2)])
+def test_ranks_without_batches_join_with_weight_0(
+    row: str, accumulates: int, counts: tuple[int, ...], listed: bool, tmp_path: Path
+) -> None:
+    strategy = strategy_of(row, tmp_path, uneven="join")
+    of, module = trainer(strategy, tmp_path, accumulate_grad_batches=accumulates), seeded(Lit)
+    of.fit(module, loader(counts, listed=listed))
+    toys.assert_weights(toys.weights(of), plain(counts, accumulates))
+    assert len(module.losses) == 2 * max(counts) and of.global_step == 2 * -(-max(counts) // accumulates)
+
+
+@on_ranks(2)
+def test_joined_epochs_count_no_tokens_of_repeated_batches(tmp_path: Path) -> None:
+    """Where ranks' batches have equal numbers of tokens, means over them are means over ranks with batches."""
+    strategy = strategy_of("zero3", tmp_path, uneven="join", loss="tokens")
+    of, module = trainer(strategy, tmp_path), seeded(Counted)
+    of.fit(module, loader(UNEVEN))
+    toys.assert_weights(toys.weights(of), plain(UNEVEN, 1))
+
+
+class Counted(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "tokens": len(batch[0])}
+
+
+class Stateful:
+    """A loader that continues inside an epoch."""
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self.data, self.done = list(batches(dist.get_rank(), counts[dist.get_rank()])), 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.done < len(self.data):
+            self.done += 1
+            yield self.data[self.done - 1]
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+class SavesAt4(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.path)
+
+
+@on_ranks(2)
+def test_a_joined_epoch_resumes_where_a_rank_was_out_already(tmp_path: Path) -> None:
+    """Lightning saves the loader's state of rank 0."""
+    path, runs = tmp_path / "at_4.ckpt", []
+    for settings in ({"callbacks": [SavesAt4(path)]}, {}):
+        strategy = strategy_of("zero3", tmp_path, uneven="join")
+        of, module = trainer(strategy, tmp_path, max_epochs=1, **settings), seeded(Lit)
+        of.fit(module, Stateful((5, 3)), ckpt_path=None if settings else path)
+        runs.append(toys.weights(of))
+    toys.assert_weights(runs[1], runs[0])
+    assert len(module.losses) == 1
+
+
+@on_ranks(2)
+def test_sync_batch_norm_is_refused_with_join(tmp_path: Path) -> None:
+    of = trainer(strategy_of("zero1", tmp_path, uneven="join"), tmp_path, sync_batchnorm=True)
+    with pytest.raises(ConfigError, match="^uneven: expected end with SyncBatchNorm"):
+        of.fit(seeded(toys.WithBatchNorm), loader(UNEVEN))

@@ -4,7 +4,7 @@ Between runs each host has one copy in shared memory (memfd), which all its rank
 
     each rank       -- writes its part of the masters --> the shared memory of its host
     each rank       -- maps it copy-on-write          --> parameters are plain tensors; a write stays on its rank
-    the next run    -- compares them with the copy    --> writes that are equal on all ranks go into the shards
+    the next run    -- compares them with the copy    --> what ranks have written: rank 0's values go into the shards
 
 Shards, optimizer state and units do not change meanwhile, and a save reads the shards.
 """
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.passes.access import Writes, checksum
+from lightning_zero.engine.passes.access import Writes
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -43,7 +43,8 @@ CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather
 
 
 def take_writes_over(engine: Engine) -> None:
-    """Wait for steps, then copy users' writes into masters. Raise RuntimeError if ranks' writes differ. Collective."""
+    """Wait for steps, then copy users' writes into masters. Raise RuntimeError if ranks' writes inside of a run differ.
+    Collective."""
     engine.passes.wait_for_all()
     _take_over(engine)
     engine.passes.writes.take_all_over()
@@ -431,33 +432,29 @@ def show_again(engine: Engine) -> bool:
 
 @outside_autograd
 def _take_over(engine: Engine) -> None:
-    """Copy users' writes to the whole module into shards. Raise RuntimeError if ranks' writes differ. Collective."""
+    """Copy into shards what rank 0 has of the parameters that some rank has written to between runs, because DDP too
+    broadcasts rank 0's parameters at the start of a run. Collective."""
     copy = engine.host_copy
     if copy is None or not copy.is_shown:
         return
-    written = copy.written()
-    own = {n: (tuple(v.shape), checksum(copy.params[n].info.flattened(v))) for n, v in written.items()}
-    table = engine.comm.meet(own, "what was written to the module between runs")
-    numbers = sorted({number for found in table for number in found})
-    unequal = [n for n in numbers if len({found.get(n) for found in table}) > 1]
-    if unequal:
-        names = ", ".join(copy.params[n].info.fqn for n in unequal)
-        raise RuntimeError(
-            f"{names}: written to between runs, with other values on some ranks than on others. Write the same on all "
-            "ranks, or inside `with lightning_zero.gather(model, from_rank=0):`."
-        )
-    if not numbers:
+    written = {number: tuple(value.shape) for number, value in copy.written().items()}
+    table = engine.comm.meet(written, "what was written to the module between runs")
+    for number, shape in (item for found in table for item in found.items()):
+        copy.params[number].info.check_shape(shape)
+    shown = [copy.params[number] for number in sorted({number for found in table for number in found})]
+    if not shown:
         return
-    shown = {number: copy.params[number] for number in numbers}
-    for number, param in shown.items():
-        param.info.check_shape(written[number].shape)
-    _warn_of_dtypes(engine, [param.info for param in shown.values()])
-    for number, (bucket, info, original, value) in shown.items():
-        bucket.write(info, written[number])
-        original.copy_(written[number])
+    _warn_of_dtypes(engine, [param.info for param in shown])
+    for bucket, info, original, value in shown:
+        values = info.param.data.detach().to(engine.comm.device, info.dtype, copy=True)
+        bucket.comm.broadcast(values)
+        bucket.write(info, values)
+        original.copy_(values)
+        if not same_bits(info.flattened(value), info.flattened(original)):  # else its pages stay those of the host
+            value.copy_(values)
         if info.param.data_ptr() != value.data_ptr():
-            value.copy_(written[number])
-    changed = {param.bucket for param in shown.values()}
+            info.param.data.copy_(values)
+    changed = {param.bucket for param in shown}
     for bucket in changed:
         with opened(bucket.storage) as _:
             bucket.copy_master_to_params()

@@ -248,7 +248,8 @@ class Checkpoints:
             if (saved := saved_ranks(record)) != ranks:
                 rank_zero_info(
                     f"{checkpoint_path} has the random number generators of {saved} ranks: each of these {ranks} goes "
-                    "on with a seed that is derived from them"
+                    "on with a seed that is derived from them. Schedules and max_steps are not scaled to the "
+                    "new number of samples in a step."
                 )
         return checkpoint
 
