@@ -101,12 +101,17 @@ class Joins(PrefetchDataFetcher):
             self.strategy.precision_plugin.batch_weight = weight
 
 
-def _check_join(module: Any) -> None:
-    if found := [name for name, part in module.named_modules() if isinstance(part, SyncBatchNorm)]:
-        raise ConfigError(
-            "zero.uneven: expected end with SyncBatchNorm (a batch of weight 0 would count in its statistics), got "
-            f"join and {found[0]}. Choose zero.uneven=end, or drop sync_batchnorm."
-        )
+def _check_join(module: Any, fetcher: Any) -> None:
+    for found, what, why in (
+        (any(isinstance(part, SyncBatchNorm) for part in module.modules()), "SyncBatchNorm", "its statistics"),
+        (not module.automatic_optimization, "manual optimization", "gradients of a plain loss.backward()"),
+        (not isinstance(fetcher, PrefetchDataFetcher), "training_step(dataloader_iter)", "what the step fetches"),
+    ):
+        if found:
+            raise ConfigError(
+                f"zero.uneven: expected end with {what} (repeated batches would count in {why}), got join. Choose "
+                "zero.uneven=end."
+            )
 
 
 def _say(batches: dict[int, Any]) -> None:
@@ -119,14 +124,14 @@ def end_together(loop: Any) -> None:
     ConfigError if its model cannot be trained with ``zero.uneven=join``. Collective."""
     trainer, fetcher = loop.trainer, loop._data_fetcher
     strategy = trainer.strategy
-    if not isinstance(loop._data_fetcher, PrefetchDataFetcher) or strategy.world_size == 1:
-        return
-    if isinstance(fetcher, EndsTogether | Joins):
+    if fetcher is None or strategy.world_size == 1:
         return
     joins = strategy.config.uneven is Uneven.join
     if joins:
-        _check_join(strategy.lightning_module)
-        strategy.precision_plugin.batch_weight = 1.0  # after an earlier fit
+        _check_join(strategy.lightning_module, fetcher)
+    if not isinstance(loop._data_fetcher, PrefetchDataFetcher) or isinstance(fetcher, EndsTogether | Joins):
+        return
+    strategy.precision_plugin.batch_weight = 1.0  # after an earlier fit
     lengths = strategy._gather_objects(fetcher.length, "numbers of training batches")
     if None not in lengths:
         if len(set(lengths)) == 1:

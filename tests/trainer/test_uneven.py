@@ -187,8 +187,23 @@ def test_a_joined_epoch_resumes_where_a_rank_was_out_already(tmp_path: Path) -> 
     assert len(module.losses) == 1
 
 
+class ByHand(Lit):
+    automatic_optimization = False
+
+
+class Fetches(Lit):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
 @on_ranks(2)
-def test_sync_batch_norm_is_refused_with_join(tmp_path: Path) -> None:
-    of = trainer(strategy_of("zero1", tmp_path, uneven="join"), tmp_path, sync_batchnorm=True)
-    with pytest.raises(ConfigError, match="^uneven: expected end with SyncBatchNorm"):
-        of.fit(seeded(toys.WithBatchNorm), loader(UNEVEN))
+def test_what_cannot_tell_repeated_batches_is_refused_with_join(tmp_path: Path) -> None:
+    for module, what in (
+        (toys.WithBatchNorm, "SyncBatchNorm"),
+        (ByHand, "manual optimization"),
+        (Fetches, "training_step.dataloader_iter."),
+    ):
+        strategy = strategy_of("zero1", tmp_path, uneven="join")
+        of = trainer(strategy, tmp_path, sync_batchnorm=module is toys.WithBatchNorm)
+        with pytest.raises(ConfigError, match=f"^uneven: expected end with {what}"):
+            of.fit(seeded(module), loader(UNEVEN))
