@@ -15,9 +15,11 @@ which brings the new values into the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
@@ -65,10 +67,11 @@ class Between:
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.rounded: list[Bucket] = []
         self.in_run = False
+        self._thread = 0  # that runs hooks
 
     def begin_run(self) -> None:
         """Allow uses: all ranks run the same code from now on. Sends no message."""
-        self.in_run = True
+        self.in_run, self._thread = True, threading.get_ident()
         self.plans_changed()
         self.pass_ends()
 
@@ -94,12 +97,18 @@ class Between:
     # -- uses -----------------------------------------------------------------------------------------------------
 
     @outside_autograd
-    def use(self, unit: Unit, what: str) -> None:
-        """Show the masters of ``unit`` in its parameters. ``what``: the use, for errors. Collective.
+    def use(self, unit: Unit, what: str, beside: Collection[Unit]) -> None:
+        """Show the masters of ``unit`` in its parameters. ``what``: the use, for errors, which needs the units
+        ``beside`` too. Collective.
 
         Raises ApartError on all ranks if one uses another unit, or does something else."""
+        if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"{what} between steps in a thread of its own: ranks' messages for it would cross those of their main "
+                "threads. Copy what the thread needs in a hook (weight.detach().clone())."
+            )
         with self._comm.at(f"{what} between steps, which all ranks must make"):
-            self._make_room(unit)
+            self._make_room(unit, beside)
             self._comm.meet(None, f"a use of unit {unit.title} between steps")
             if not self.shown:
                 self._settle()
@@ -110,7 +119,7 @@ class Between:
     def _show(self, unit: Unit) -> None:
         self.shown.append(unit)
         for bucket in unit.buckets:
-            if bucket.is_plain or not _needs_masters(bucket):
+            if bucket.is_plain or not (_needs_masters(bucket) or bucket in self.memory):
                 continue
             full = bucket.full_master()
             if (memory := self.memory.get(bucket)) is None:
@@ -128,13 +137,16 @@ class Between:
                     memory.handed_out[slot] = self._checksum(bucket, bucket.params[slot])
             bucket.show_masters(memory.full)
 
-    def _make_room(self, unit: Unit) -> None:
-        """Hide units, the oldest first, until those that are shown and ``unit`` take no more than ``most_bytes``."""
+    def _make_room(self, unit: Unit, beside: Collection[Unit]) -> None:
+        """Hide units, the oldest first, until those that are shown and ``unit`` take no more than ``most_bytes``, or
+        until those ``beside`` are left."""
         left = sum(map(_nbytes, self.shown)) + _nbytes(unit)
         oldest = []
         for known in self.shown:
             if left <= self._most_bytes:
                 break
+            if known in beside:
+                continue
             oldest.append(known)
             left -= _nbytes(known)
         if oldest:

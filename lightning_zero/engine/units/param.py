@@ -47,7 +47,7 @@ class Owner(Protocol):
     """The interface by which a parameter calls its engine when users' code reads or writes it."""
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
-        """Gather `params`, which hold placeholders. Then return the result of `run`, the user's operation on them.
+        """Gather `params`, of which some hold placeholders. Then return the result of `run`, a user's operation.
 
         Raises RuntimeError if `params` cannot be gathered now. The message names the parameter and a call that helps.
         """
@@ -143,7 +143,7 @@ class _Absent:
     ) -> object:
         # Torch functions are disabled inside `run`, or the operation would call this method again for ever.
         def run() -> object:
-            if not passive and [*_absent_in(_targets(func, args, kwargs))]:
+            if not passive and [*_params_in(_targets(func, args, kwargs), _Absent)]:
                 raise RuntimeError(f"{_name_of(func)!r} would write to a placeholder of a sharded parameter. {_GATHER}")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -151,7 +151,8 @@ class _Absent:
         if passive := _is_passive(func, args, kwargs):
             return run()
         by_owner: dict[Owner, list[nn.Parameter]] = {}
-        for param in _absent_in((args, kwargs or {})):
+        # With those that are present: to gather one unit may hide others.
+        for param in _params_in((args, kwargs or {}), _Owned):
             if (owner := find_owner(param)) is not None:
                 by_owner.setdefault(owner, []).append(param)
         for owner, params in by_owner.items():
@@ -264,12 +265,12 @@ def _targets(
     return (*args[: int(in_place)], (kwargs or {}).get("out"))
 
 
-def _absent_in(value: object) -> Iterator[nn.Parameter]:
+def _params_in(value: object, kind: type[_Owned]) -> Iterator[nn.Parameter]:
     seen: set[int] = set()
     stack = [value]
     while stack:
         item = stack.pop()
-        if isinstance(item, _Absent):
+        if isinstance(item, kind):
             if id(item) not in seen:
                 seen.add(id(item))
                 yield item  # type: ignore[misc]
