@@ -199,8 +199,11 @@ class Between:
     def _hide(self, units: Sequence[Unit], what: str) -> None:
         hidden = [bucket for unit in units for bucket in unit.buckets if bucket.shows_masters]
         self.shown = [unit for unit in self.shown if unit not in units]
-        # Of units that were hidden before, too, users may hold views, and may have written to them.
-        self._take_over([b for b in self.memory if b in hidden or not self.shown], hidden, what)
+        # Of units that were hidden before, too, users may hold views, and may have written to them: looked at in the
+        # end, or when the views are gone.
+        gone = [b for b in self.memory if not (b.shows_masters or self.memory[b].is_held)]
+        looked_at = [b for b in self.memory if b in hidden or b in gone or not self.shown]
+        self._take_over(looked_at, hidden, what)
 
     def _take_over(self, buckets: Sequence[Bucket], hidden: Sequence[Bucket], what: str) -> None:
         """Copy what users have written in ``buckets`` to the masters, and hide the parameters in ``hidden``."""
@@ -208,7 +211,7 @@ class Between:
         written = {number_of[bucket]: slots for bucket in buckets if (slots := self._written(bucket))}
         for bucket in hidden:
             bucket.hide_masters()
-        left = [b for b in buckets if not b.shows_masters]
+        left = [b for b in self.memory if not b.shows_masters]
         table = self._comm.meet((written, [number_of[b] for b in left if self.memory[b].is_held]), what)
         slots_of = {
             bucket: sorted({slot for found, _ in table for slot in found.get(number, ())})
@@ -224,10 +227,10 @@ class Between:
             raise
         held = {number for _, numbers in table for number in numbers}
         for bucket in left:
-            if number_of[bucket] in held:
-                self.memory[bucket].checksum = checksum(self.memory[bucket].full)
-            else:
+            if number_of[bucket] not in held:
                 del self.memory[bucket]
+            elif bucket in buckets:
+                self.memory[bucket].checksum = checksum(self.memory[bucket].full)
 
     def _written(self, bucket: Bucket) -> list[int]:
         """Return the slots of the parameters that this rank's user may have written since the last call."""
