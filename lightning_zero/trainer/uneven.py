@@ -7,13 +7,15 @@ steps of the others without running the module. Lightning's loops take batches f
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.lightning_api import PrefetchDataFetcher
+from lightning_zero.lightning_api import PrefetchDataFetcher, sized_len
 from lightning_zero.trainer.adapted import adapt
 
 LAST = 2**31  # stands for a loader behind all others
@@ -24,12 +26,20 @@ class EndsTogether(PrefetchDataFetcher):
 
     strategy: Any
     most: int | None = None  # of batches in an epoch
+    limit: float = math.inf  # of batches, of a loader that has maybe less
     said = False
 
     def reset(self) -> None:
         super().reset()
         if self.most is not None:
             self.length, self.done = self.most, self.done or not self.most
+        else:
+            self.looks_ahead()
+
+    def looks_ahead(self) -> None:
+        """Fetch each batch before it is asked for, to know which is the last."""
+        if self.length is not None:
+            self.limit, self.length = self.length, None
 
     def __iter__(self) -> Any:
         super().__iter__()
@@ -40,6 +50,7 @@ class EndsTogether(PrefetchDataFetcher):
         if self.done:  # on another rank, maybe
             raise StopIteration
         batch = super().__next__()
+        self.done = self.done or self.fetched - len(self.batches) >= self.limit
         self.agree()
         return batch
 
@@ -66,7 +77,8 @@ def end_together(loop: Any) -> None:
     strategy = trainer.strategy
     if not isinstance(fetcher, PrefetchDataFetcher) or isinstance(fetcher, EndsTogether) or strategy.world_size == 1:
         return
-    lengths = strategy._gather_objects(fetcher.length, "numbers of training batches")
+    known = math.inf not in _lengths(fetcher, [0] * len(fetcher.combined_loader.flattened))
+    lengths = strategy._gather_objects(fetcher.length if known else None, "numbers of training batches")
     if None not in lengths:
         if len(set(lengths)) == 1:
             return
@@ -74,12 +86,22 @@ def end_together(loop: Any) -> None:
     adapt([fetcher], (EndsTogether,))
     fetcher.strategy = strategy
     if None in lengths:
+        if fetcher.length is not None:  # else its first batch is here
+            fetcher.looks_ahead()
+            with contextlib.suppress(StopIteration):
+                fetcher.batches.append(super(PrefetchDataFetcher, fetcher).__next__())
         fetcher.agree()
         return
     loop.max_batches = fetcher.most = fetcher.length = min(lengths)
     fetcher.done = fetcher.fetched >= fetcher.most
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, math.inf):
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+
+def _lengths(fetcher: Any, limits: Sequence[float]) -> list[float]:
+    """Return ``limits`` for loaders that have lengths, and inf for others, which may have less."""
+    loaders = fetcher.combined_loader.flattened
+    return [math.inf if sized_len(loader) is None else most for loader, most in zip(loaders, limits, strict=True)]
 
 
 class ServesOthers(PrefetchDataFetcher):
@@ -119,7 +141,7 @@ def serve_others(strategy: Any) -> None:
     key = "predict_step" if trainer.predicting else "test_step" if trainer.testing else "validation_step"
     fetcher = loop._data_fetcher
     if isinstance(fetcher, PrefetchDataFetcher):
-        lengths = strategy._gather_objects(list(loop.max_batches), "numbers of batches of an evaluation")
+        lengths = strategy._gather_objects(_lengths(fetcher, loop.max_batches), "numbers of batches of an evaluation")
         if math.inf in lengths[0] or any(row != lengths[0] for row in lengths):
             adapt([fetcher], (ServesOthers,))
             fetcher.strategy, fetcher.key = strategy, key

@@ -178,7 +178,8 @@ def test_reading_all_weights_between_steps_takes_one_unit_or_what_may_be_fetched
     with Sharded(Model(depth=6), prefetch_bytes=room) as side:
         units = [sum(b.layout.numel * 4 for b in unit.buckets) for unit in side.engine.units]
         assert sum(units) > 2 * max(*units, room), units
-        side.engine.passes.between.begin_run()
+        between = side.engine.passes.between
+        between.begin_run()
         before = [b.full.allocated for b in side.engine.buckets]
         with mock.patch.object(Bucket, "full_master", noted), torch.no_grad():
             averages = [torch.zeros(p.shape) for p in side.module.parameters()]
