@@ -84,16 +84,17 @@ def end_together(loop: Any) -> None:
             return
         _say(dict(enumerate(lengths)))
     adapt([fetcher], (EndsTogether,))
-    fetcher.strategy = strategy
+    ours: Any = fetcher
+    ours.strategy = strategy
     if None in lengths:
-        if fetcher.length is not None:  # else its first batch is here
-            fetcher.looks_ahead()
+        if ours.length is not None:  # else its first batch is here
+            ours.looks_ahead()
             with contextlib.suppress(StopIteration):
-                fetcher.batches.append(super(PrefetchDataFetcher, fetcher).__next__())
-        fetcher.agree()
+                ours.batches.append(super(PrefetchDataFetcher, ours).__next__())
+        ours.agree()
         return
-    loop.max_batches = fetcher.most = fetcher.length = min(lengths)
-    fetcher.done = fetcher.fetched >= fetcher.most
+    loop.max_batches = ours.most = ours.length = min(lengths)
+    ours.done = ours.fetched >= ours.most
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, math.inf):
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
 
@@ -144,4 +145,5 @@ def serve_others(strategy: Any) -> None:
         lengths = strategy._gather_objects(_lengths(fetcher, loop.max_batches), "numbers of batches of an evaluation")
         if math.inf in lengths[0] or any(row != lengths[0] for row in lengths):
             adapt([fetcher], (ServesOthers,))
-            fetcher.strategy, fetcher.key = strategy, key
+            ours: Any = fetcher
+            ours.strategy, ours.key = strategy, key

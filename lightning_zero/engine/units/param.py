@@ -265,7 +265,7 @@ def _targets(
     return (*args[: int(in_place)], (kwargs or {}).get("out"))
 
 
-def _params_in(value: object, kind: type[_Owned]) -> Iterator[nn.Parameter]:
+def _params_in(value: object, kind: type) -> Iterator[nn.Parameter]:
     seen: set[int] = set()
     stack = [value]
     while stack:
