@@ -77,6 +77,7 @@ extract_batch_size = pl.utilities.data.extract_batch_size
 get_filesystem = fabric.utilities.cloud_io.get_filesystem
 is_overridden = pl.utilities.model_helpers.is_overridden
 isolate_rng = pl.utilities.seed.isolate_rng
+sized_len = fabric.utilities.data.sized_len
 rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 rank_zero_only = pl.utilities.rank_zero.rank_zero_only
 reset_seed = fabric.utilities.seed.reset_seed

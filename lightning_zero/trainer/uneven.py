@@ -8,14 +8,16 @@ take batches from a data fetcher, extended here.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import SyncBatchNorm
 
-from lightning_zero.lightning_api import PrefetchDataFetcher
+from lightning_zero.lightning_api import PrefetchDataFetcher, sized_len
 from lightning_zero.settings import ConfigError, Uneven
 from lightning_zero.trainer.adapted import adapt
 
@@ -27,12 +29,25 @@ class EndsTogether(PrefetchDataFetcher):
 
     strategy: Any
     most: int | None = None  # of batches in an epoch
-    said = False
+    limit: float = math.inf  # of batches, of a loader that has maybe less
+    ahead = said = False
 
     def reset(self) -> None:
         super().reset()
         if self.most is not None:
             self.length, self.done = self.most, self.done or not self.most
+        elif self.ahead:
+            self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """From now on fetch each batch before it is asked for, to know which is the last."""
+        self.ahead = True
+        if self.length is not None:
+            self.limit, self.length = self.length, None
+
+    @property
+    def is_over(self) -> bool:
+        return self.fetched - len(self.batches) >= self.limit
 
     def __iter__(self) -> Any:
         super().__iter__()
@@ -43,6 +58,7 @@ class EndsTogether(PrefetchDataFetcher):
         if self.done:  # on another rank, maybe
             raise StopIteration
         batch = super().__next__()
+        self.done = self.done or self.is_over
         self.agree()
         return batch
 
@@ -58,15 +74,14 @@ class EndsTogether(PrefetchDataFetcher):
         self.done = bool(out)
 
 
-class Joins(PrefetchDataFetcher):
+class Joins(EndsTogether):
     """Of training with ``zero.uneven=join``: a rank without batches repeats its last one with weight 0, or, if it had
     none, one of another rank, until all are out."""
 
-    strategy: Any
     item: Any = None  # the last of this epoch; from the first batch on all ranks have one
 
     def __iter__(self) -> Any:
-        super().__iter__()
+        super(EndsTogether, self).__iter__()
         self.item = None
         return self
 
@@ -78,7 +93,7 @@ class Joins(PrefetchDataFetcher):
         having, first = self.having, self.item is None
         has = having[self.strategy.global_rank]
         if has:
-            self.item = super().__next__()
+            self.item = super(EndsTogether, self).__next__()
         if first and not all(having):
             item = self.strategy.broadcast(self.item, having.index(1))
             self.item = self.item if has else item
@@ -88,7 +103,7 @@ class Joins(PrefetchDataFetcher):
 
     def agree(self) -> None:
         """Find the ranks that have a next batch. Collective."""
-        has = bool(self.batches) if self.length is None else self.fetched < self.length
+        has = bool(self.batches) and not self.is_over if self.length is None else self.fetched < self.length
         having = torch.zeros(self.strategy.world_size, dtype=torch.int64)
         having[self.strategy.global_rank] = has
         self.having: list[int] = self.strategy.engine.comm.sum_(having).tolist()
@@ -129,18 +144,24 @@ def end_together(loop: Any) -> None:
     joins = strategy.config.uneven is Uneven.join
     if joins:
         _check_join(strategy.lightning_module, fetcher)
-    if not isinstance(loop._data_fetcher, PrefetchDataFetcher) or isinstance(fetcher, EndsTogether | Joins):
+    if not isinstance(fetcher, PrefetchDataFetcher) or isinstance(fetcher, EndsTogether):
         return
     strategy.precision_plugin.batch_weight = 1.0  # after an earlier fit
-    lengths = strategy._gather_objects(fetcher.length, "numbers of training batches")
+    known = math.inf not in _lengths(fetcher, [0] * len(fetcher.combined_loader.flattened))
+    lengths = strategy._gather_objects(fetcher.length if known else None, "numbers of training batches")
     if None not in lengths:
         if len(set(lengths)) == 1:
             return
         if not joins:
             _say(dict(enumerate(lengths)))
-    adapt([fetcher], (Joins if joins else EndsTogether,))
-    ours = cast(EndsTogether, fetcher)
+    for kind in (EndsTogether, Joins) if joins else (EndsTogether,):
+        adapt([fetcher], (kind,))
+    ours: Any = fetcher
     ours.strategy = strategy
+    if None in lengths and ours.length is not None:  # else its first batch is here
+        ours.look_ahead()
+        with contextlib.suppress(StopIteration):
+            ours.batches.append(super(PrefetchDataFetcher, ours).__next__())
     if joins:
         loop.max_batches = max(strategy._gather_objects(loop.max_batches, "most batches of an epoch"))
     elif None in lengths:
@@ -152,6 +173,12 @@ def end_together(loop: Any) -> None:
         return
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, math.inf):
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+
+def _lengths(fetcher: Any, limits: Sequence[float]) -> list[float]:
+    """Return ``limits`` for loaders that have lengths, and inf for others, which may have less."""
+    loaders = fetcher.combined_loader.flattened
+    return [math.inf if sized_len(loader) is None else most for loader, most in zip(loaders, limits, strict=True)]
 
 
 class ServesOthers(PrefetchDataFetcher):
@@ -190,9 +217,9 @@ def serve_others(strategy: Any) -> None:
     loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     key = "predict_step" if trainer.predicting else "test_step" if trainer.testing else "validation_step"
     fetcher = loop._data_fetcher
-    if isinstance(loop._data_fetcher, PrefetchDataFetcher):
-        lengths = strategy._gather_objects(list(loop.max_batches), "numbers of batches of an evaluation")
+    if isinstance(fetcher, PrefetchDataFetcher):
+        lengths = strategy._gather_objects(_lengths(fetcher, loop.max_batches), "numbers of batches of an evaluation")
         if math.inf in lengths[0] or any(row != lengths[0] for row in lengths):
             adapt([fetcher], (ServesOthers,))
-            served = cast(ServesOthers, fetcher)
-            served.strategy, served.key = strategy, key
+            ours: Any = fetcher
+            ours.strategy, ours.key = strategy, key

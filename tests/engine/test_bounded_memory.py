@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Reduction
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units import build
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.param_store import FlatBuffer
+from lightning_zero.engine.units.param_store import FlatBuffer, references
 from lightning_zero.trainer.summary import large_unit
 from tests.engine.sides import Sharded, beside_twin
 from tests.engine.support import assert_same, check
@@ -158,3 +160,36 @@ def test_the_table_says_where_most_of_a_model_is_one_unit() -> None:
     whole = said(UNet(), stage=3, unit={"classes": ["UNet"]})
     assert whole is not None and whole.startswith("100 % of the parameters are gathered at once, as (root)")
     assert "zero.unit.classes divides it: it has Conv2d, ConvTranspose2d, Down, " in whole
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("room", [0, 20_000])
+def test_reading_all_weights_between_steps_takes_one_unit_or_what_may_be_fetched_ahead(room: int) -> None:
+    made: list[tuple[StorageWeakRef, int]] = []
+    live: list[int] = []
+    full_master = Bucket.full_master
+
+    def noted(bucket: Bucket) -> Tensor:
+        full = full_master(bucket)
+        made.append((StorageWeakRef(full.untyped_storage()), full.nbytes))
+        live.append(sum(nbytes for storage, nbytes in made if not storage.expired()))
+        return full
+
+    with Sharded(Model(depth=6), prefetch_bytes=room) as side:
+        units = [sum(b.layout.numel * 4 for b in unit.buckets) for unit in side.engine.units]
+        assert sum(units) > 2 * max(*units, room), units
+        between = side.engine.passes.between
+        between.begin_run()
+        before = [b.full.allocated for b in side.engine.buckets]
+        with mock.patch.object(Bucket, "full_master", noted), torch.no_grad():
+            averages = [torch.zeros(p.shape) for p in side.module.parameters()]
+            for average, param in zip(averages, side.module.parameters(), strict=True):
+                average.lerp_(param.detach(), 0.1)
+                for bucket in side.engine.passes.between.memory:
+                    while (
+                        references(side.engine.passes.between.memory[bucket].full)
+                        > 1 + len(bucket.params) * bucket.shows_masters
+                    ):
+                        time.sleep(0.001)  # a thread of gloo lets go of what it has gathered
+        assert max(units) <= max(live) <= max(*units, room), (live, units)
+        assert before == [b.full.allocated for b in side.engine.buckets]

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,20 @@ def takes_gradients(m: Any) -> Any:
     return numbers(torch.autograd.grad(sum(p.square().sum() for p in params), params))
 
 
+@torch.no_grad()
+def uses_units_together(m: Any) -> Any:
+    """In one operation each."""
+    torch._foreach_lerp_(list(m.average.parameters()), list(m.blocks.parameters()), 0.1)
+    for one, other in zip(m.blocks[0].parameters(), m.blocks[1].parameters(), strict=True):
+        one.lerp_(other, 0.1)
+    read = m.blocks[1].norm.bias.sum()  # shown already when the next operation needs it
+    return (
+        read.item(),
+        torch.dot(m.blocks[1].norm.bias, m.blocks[0].norm.weight).item(),
+        numbers(m.average.state_dict()),
+    )
+
+
 ACTS = (reads, averages, writes, swaps, calls, copies, saves, loads, writes_to_a_state_dict, takes_gradients)
 
 
@@ -200,6 +215,34 @@ def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(act: Any, tmp_pat
         assert_as(*runs, row)
 
 
+@on_ranks(2)
+def test_an_operation_has_all_its_units_however_little_room_there_is(tmp_path: Path) -> None:
+    make = functools.partial(Uses, uses_units_together, ("on_train_start", "on_train_batch_end"))
+    expected = fit("ddp", tmp_path, seeded(make), count=12)
+    for prefetch_bytes in (0, 500):
+        found = fit(strategy_of("zero3", prefetch_bytes=prefetch_bytes), tmp_path, seeded(make), count=12)
+        assert_as(found, expected, f"{prefetch_bytes} bytes")
+
+
+def restages(m: Any) -> Any:
+    """With views that were kept before."""
+    stage = {2: 1, 3: 3, 4: 2}.get(m.trainer.global_step)
+    if m.kept is None:
+        m.kept = [p.detach() for p in m.parameters()]
+    elif stage is not None and hasattr(m.trainer.strategy, "restage"):
+        m.trainer.strategy.restage(stage=stage)
+    return numbers(m.kept), reads(m)
+
+
+@on_ranks(2)
+def test_views_follow_weights_over_a_change_of_the_stage(tmp_path: Path) -> None:
+    runs = [
+        fit(strategy, tmp_path, seeded(lambda: Uses(restages, ("on_train_batch_end",))), count=12)
+        for strategy in (strategy_of("zero3"), "ddp")
+    ]
+    assert_as(*runs, "zero3")
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +257,11 @@ def assigns(m: Any) -> None:
 
 def converts(m: Any) -> None:
     m.half()
+
+
+def reads_in_a_thread(m: Any) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(reads, m).result()
 
 
 class WritesToAView(Uses):
@@ -235,10 +283,11 @@ def keeps_one(m: Any) -> None:
     [
         (Uses, writes_its_own, r"^head\.weight: written to between steps, with other values on some ranks"),
         (Uses, assigns, r"load_state_dict\(assign=True\) of a sharded module"),
+        (Uses, reads_in_a_thread, r"'norm' of first.weight between steps in a thread of its own"),
         (Uses, converts, r"converting .* of a sharded module"),
         (WritesToAView, keeps_one, r"unit \(root\): a view of a parameter .* was written to in a step"),
     ],
-    ids=["values of each rank", "assign", "conversion", "a view in a step"],
+    ids=["values of each rank", "assign", "a thread", "conversion", "a view in a step"],
 )
 def test_what_cannot_work_is_named_on_all_ranks(kind: Any, act: Any, says: str, tmp_path: Path) -> None:
     module = seeded(lambda: kind(act, ("on_train_batch_end",)))

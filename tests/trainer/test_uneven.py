@@ -55,12 +55,13 @@ class OfSeveral(Lit):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("listed", [False, True])
-def test_an_evaluation_goes_on_until_all_ranks_are_done(listed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("listed", "limit"), [(False, 1.0), (False, 4), (True, 1.0)])
+def test_an_evaluation_goes_on_until_all_ranks_are_done(listed: bool, limit: float, tmp_path: Path) -> None:
+    limits = dict.fromkeys(["limit_val_batches", "limit_predict_batches"], limit)
     runs = []
     for row in ("ddp", "zero3", "zero3_offload"):
         strategy = row if row == "ddp" else strategy_of(row, tmp_path)
-        of, module = trainer(strategy, tmp_path, val_check_interval=2), seeded(OfSeveral)
+        of, module = trainer(strategy, tmp_path, val_check_interval=2, **limits), seeded(OfSeveral)
         several = [loader(UNEVEN, listed=listed), loader((4, 1), listed=listed)]
         of.fit(module, loader(EVEN, listed=True), several[0])
         runs.append((record(of, module), of.predict(module, several)))
@@ -83,9 +84,13 @@ def test_predictions_of_a_number_of_samples_that_ranks_do_not_divide(tmp_path: P
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("accumulates", [1, 2])
-def test_an_epoch_of_training_ends_with_the_last_batch_that_all_ranks_have(accumulates: int, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"accumulate_grad_batches": accumulates}
+@pytest.mark.parametrize(
+    "settings", [{}, {"accumulate_grad_batches": 2}, {"limit_train_batches": 4}, {"limit_train_batches": 2}]
+)
+def test_an_epoch_of_training_ends_with_the_last_batch_that_all_ranks_have(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    limit = settings.get("limit_train_batches", float("inf"))
     expected = trainer("ddp", tmp_path, **settings), seeded(Lit)
     expected[0].fit(expected[1], loader(UNEVEN, most=3))
     for row in ("zero1", "zero3"):
@@ -95,10 +100,11 @@ def test_an_epoch_of_training_ends_with_the_last_batch_that_all_ranks_have(accum
                 warnings.simplefilter("always")
                 of.fit(module, loader(UNEVEN, listed=listed))
             assert_same(record(of, module), record(*expected), what=f"{row} {listed}")
-            assert of.num_training_batches == (3 if listed else float("inf"))
+            assert of.num_training_batches == (min(3, limit) if listed else limit)
             found = [str(w.message) for w in said if "different numbers of batches" in str(w.message)]
-            assert len(found) == (dist.get_rank() == 0), found
-            assert not found or f"(3 on rank 0, {'5' if listed else '3 and more'} on rank 1)" in found[0]
+            assert len(found) == (dist.get_rank() == 0 and limit > 3), found
+            more = min(5, limit) if listed else "3 and more"
+            assert not found or f"(3 on rank 0, {more} on rank 1)" in found[0]
 
 
 def plain(counts: tuple[int, ...], accumulates: int) -> dict[str, Tensor]:

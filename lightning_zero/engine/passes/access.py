@@ -492,9 +492,10 @@ class Access:
         Raises RuntimeError outside of a run if a unit reshards."""
         self._passes.forget_failed()
         brought: list[Unit] = []
-        for param in params:
-            place = self._place_of(param)
-            bucket, unit = place.bucket, self._unit_of[place.bucket]
+        places = [self._place_of(param) for param in params]
+        units = [self._unit_of[place.bucket] for place in places]
+        for place, unit in zip(places, units, strict=True):
+            bucket = place.bucket
             if bucket.shows_masters:
                 continue
             if not bucket.reshards and not bucket.hides_rounded:
@@ -510,8 +511,7 @@ class Access:
                         f"{place.info.fqn} is sharded, and its values are on no rank now, so {operation!r} would read "
                         "or write a placeholder. Do this inside `with lightning_zero.gather(model):`, on all ranks."
                     )
-                beside = {self._unit_of[self._place_of(other).bucket] for other in params}
-                self._between.use(unit, f"{operation!r} of {place.info.fqn}", beside)
+                self._between.use(unit, f"{operation!r} of {place.info.fqn}", beside=units)
             elif not bucket.shows_values:
                 self._passes.demand(unit, "a read of parameters")
                 brought.append(unit)

@@ -15,6 +15,7 @@ which brings the new values into the same memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -66,10 +67,11 @@ class Between:
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.rounded: list[Bucket] = []
         self.in_run = self._rounds = False
+        self._thread = 0  # that runs hooks
 
     def begin_run(self) -> None:
         """Allow uses: all ranks run the same code from now on. Sends no message."""
-        self.in_run = True
+        self.in_run, self._thread = True, threading.get_ident()
         self.plans_changed()
         self.pass_ends()
 
@@ -109,6 +111,11 @@ class Between:
             beside: The units that the same operation uses, and that stay as they are.
 
         Raises ApartError on all ranks if one uses another unit, or does something else."""
+        if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"{what} between steps in a thread of its own: ranks' messages for it would cross those of their main "
+                "threads. Copy what the thread needs in a hook (weight.detach().clone())."
+            )
         with self._comm.at(f"{what} between steps, which all ranks must make"):
             self._make_room(unit, beside)
             self._comm.meet(None, f"a use of unit {unit.title} between steps")
@@ -121,7 +128,7 @@ class Between:
     def _show(self, unit: Unit) -> None:
         self.shown.append(unit)
         for bucket in unit.buckets:
-            if bucket.is_plain or not _needs_masters(bucket):
+            if bucket.is_plain or not (_needs_masters(bucket) or bucket in self.memory):
                 continue
             full = bucket.full_master().to(bucket.dtypes.master)  # those of frozen parameters are rounded
             if (memory := self.memory.get(bucket)) is None:
@@ -140,13 +147,17 @@ class Between:
             bucket.show_masters(memory.full)
 
     def _make_room(self, unit: Unit, beside: Collection[Unit]) -> None:
-        """Hide units, the oldest first, until those that are shown and ``unit`` take no more than ``most_bytes``."""
+        """Hide units, the oldest first, until those that are shown and ``unit`` take no more than ``most_bytes``, or
+        until those ``beside`` are left."""
         left = sum(map(_nbytes, self.shown)) + _nbytes(unit)
         oldest = []
         for known in self.shown:
-            if left > self._most_bytes and known not in beside:
-                oldest.append(known)
-                left -= _nbytes(known)
+            if left <= self._most_bytes:
+                break
+            if known in beside:
+                continue
+            oldest.append(known)
+            left -= _nbytes(known)
         if oldest:
             self._hide(oldest, f"room for unit {unit.title} between steps")
 
@@ -197,8 +208,11 @@ class Between:
     def _hide(self, units: Sequence[Unit], what: str) -> None:
         hidden = [bucket for unit in units for bucket in unit.buckets if bucket.shows_masters]
         self.shown = [unit for unit in self.shown if unit not in units]
-        # Of units that were hidden before, too, users may hold views, and may have written to them.
-        self._take_over([b for b in self.memory if b in hidden or not self.shown], hidden, what)
+        # Of units that were hidden before, too, users may hold views, and may have written to them: looked at in the
+        # end, or when the views are gone.
+        gone = [b for b in self.memory if not (b.shows_masters or self.memory[b].is_held)]
+        looked_at = [b for b in self.memory if b in hidden or b in gone or not self.shown]
+        self._take_over(looked_at, hidden, what)
 
     def _take_over(self, buckets: Sequence[Bucket], hidden: Sequence[Bucket], what: str) -> None:
         """Copy what users have written in ``buckets`` to the masters, and hide the parameters in ``hidden``."""
@@ -206,7 +220,7 @@ class Between:
         written = {number_of[bucket]: slots for bucket in buckets if (slots := self._written(bucket))}
         for bucket in hidden:
             bucket.hide_masters()
-        left = [b for b in buckets if not b.shows_masters]
+        left = [b for b in self.memory if not b.shows_masters]
         table = self._comm.meet((written, [number_of[b] for b in left if self.memory[b].is_held]), what)
         slots_of = {
             bucket: sorted({slot for found, _ in table for slot in found.get(number, ())})
@@ -222,10 +236,10 @@ class Between:
             raise
         held = {number for _, numbers in table for number in numbers}
         for bucket in left:
-            if number_of[bucket] in held:
-                self.memory[bucket].checksum = checksum(self.memory[bucket].full)
-            else:
+            if number_of[bucket] not in held:
                 del self.memory[bucket]
+            elif bucket in buckets:
+                self.memory[bucket].checksum = checksum(self.memory[bucket].full)
 
     def _written(self, bucket: Bucket) -> list[int]:
         """Return the slots of the parameters that this rank's user may have written since the last call."""

@@ -47,8 +47,7 @@ class Owner(Protocol):
     """The interface by which a parameter calls its engine when users' code reads or writes it."""
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
-        """Gather `params`, of which the first and maybe others hold placeholders. Then return the result of `run`, the
-        user's operation on them.
+        """Gather `params`, of which some hold placeholders. Then return the result of `run`, a user's operation.
 
         Raises RuntimeError if `params` cannot be gathered now. The message names the parameter and a call that helps.
         """
@@ -144,7 +143,7 @@ class _Absent:
     ) -> object:
         # Torch functions are disabled inside `run`, or the operation would call this method again for ever.
         def run() -> object:
-            if not passive and any(map(is_absent, _owned_in(_targets(func, args, kwargs)))):
+            if not passive and [*_params_in(_targets(func, args, kwargs), _Absent)]:
                 raise RuntimeError(f"{_name_of(func)!r} would write to a placeholder of a sharded parameter. {_GATHER}")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -152,13 +151,12 @@ class _Absent:
         if passive := _is_passive(func, args, kwargs):
             return run()
         by_owner: dict[Owner, list[nn.Parameter]] = {}
-        # With those that are present, which must stay: memory for others may be short.
-        for param in sorted(_owned_in((args, kwargs or {})), key=is_absent, reverse=True):
+        # With those that are present: to gather one unit may hide others.
+        for param in _params_in((args, kwargs or {}), _Owned):
             if (owner := find_owner(param)) is not None:
                 by_owner.setdefault(owner, []).append(param)
         for owner, params in by_owner.items():
-            if is_absent(params[0]):
-                run = partial(owner.reads_values, params, _name_of(func), run)
+            run = partial(owner.reads_values, params, _name_of(func), run)
         return run()
 
     def stride(self: Any, dim: int | None = None) -> int | tuple[int, ...]:
@@ -267,12 +265,12 @@ def _targets(
     return (*args[: int(in_place)], (kwargs or {}).get("out"))
 
 
-def _owned_in(value: object) -> Iterator[nn.Parameter]:
+def _params_in(value: object, kind: type) -> Iterator[nn.Parameter]:
     seen: set[int] = set()
     stack = [value]
     while stack:
         item = stack.pop()
-        if isinstance(item, _Owned):
+        if isinstance(item, kind):
             if id(item) not in seen:
                 seen.add(id(item))
                 yield item  # type: ignore[misc]
