@@ -126,15 +126,20 @@ def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: in
 
 
 def _remote_checkpoints(folder: str) -> Iterator[tuple[str, int]]:
-    """Yield the address of each file of a checkpoint in ``folder``, and when it was written."""
+    """Yield the address of each complete checkpoint in ``folder``, and when it was written."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     fs, root = url_to_fs(folder)
+    fs.invalidate_cache()  # a listing from before
     for path in fs.glob(f"{root}/*.ckpt"):
-        with fs.open(path, "rb") as file:
-            whole = zipfile.is_zipfile(file)
-        if whole:
-            yield fs.unstrip_protocol(path), int(fs.modified(path).timestamp() * 1e9)
+        last = f"{path}/.metadata" if fs.isfile(f"{path}/.metadata") else path  # the part that is written last
+        if last == path:
+            if not fs.isfile(path):
+                continue
+            with fs.open(path, "rb") as file:
+                if not zipfile.is_zipfile(file):
+                    continue
+        yield fs.unstrip_protocol(path), int(fs.modified(last).timestamp() * 1e9)
 
 
 def _whole(path: Path) -> bool:
