@@ -87,19 +87,20 @@ def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
     """Note that this job will write a checkpoint to ``path``. One rank calls this. ``owner``: a callback's key."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
-        file.write("\n" + json.dumps([owner, os.path.abspath(path)]) + "\n")
+        file.write("\n" + json.dumps([owner, path if "://" in path else os.path.abspath(path)]) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path]]:
-    """Return the checkpoints that this job has begun to write, by state key of the callback that writes them."""
-    found: dict[str, set[Path]] = {}
+def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path | str]]:
+    """Return the checkpoints that this job has begun to write, by state key of the callback that writes them. Remote
+    addresses are text."""
+    found: dict[str, set[Path | str]] = {}
     with contextlib.suppress(OSError):
         for line in (Path(run_dir) / FILES).read_text().splitlines():
             with contextlib.suppress(ValueError):  # empty, or left unfinished by a killed process
                 owner, path = json.loads(line)
-                found.setdefault(owner, set()).add(Path(path))
+                found.setdefault(owner, set()).add(path if "://" in path else Path(path))
     return found
 
 

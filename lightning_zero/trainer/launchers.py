@@ -162,7 +162,7 @@ class NoCheckpointError(ConfigError, FileNotFoundError):
 def _check_folders(trainer: pl.Trainer) -> None:
     """Raise ConfigError if a fit would save to an object store in which this process cannot write."""
     strategy: Any = trainer.strategy
-    writes = strategy.config.checkpoint.name is CheckpointFormat.sharded or rank_zero_only.rank == 0
+    writes = strategy.config.checkpoint.name is CheckpointFormat.sharded or rank_zero_only.rank == 0  # type: ignore[attr-defined]
     if trainer.state.fn != TrainerFn.FITTING or not writes:
         return
     default = trainer.loggers[0].save_dir if trainer.loggers else None
@@ -170,6 +170,12 @@ def _check_folders(trainer: pl.Trainer) -> None:
     folders = [getattr(callback, "dirpath", None) or default for callback in trainer.checkpoint_callbacks]
     if strategy.saves_on_sigterm or strategy.save_every_s is not None:
         folders.append(trainer.default_root_dir)
+    for callback, folder in zip(trainer.checkpoint_callbacks, folders, strict=False):
+        if getattr(callback, "save_last", None) == "link" and isinstance(place(folder), RemotePath):
+            raise ConfigError(
+                f"ModelCheckpoint(save_last=): expected true or false with a folder in an object store, which has no "
+                f"links, got 'link' with {folder}. Change save_last."
+            )
     for folder in dict.fromkeys(folders):
         if isinstance(found := place(folder), RemotePath):
             try:

@@ -22,11 +22,13 @@ from lightning_zero.data.resumable import ResumableLoader
 from lightning_zero.ranks import resume
 from lightning_zero.settings import ConfigError
 from lightning_zero.trainer import interruptions
+from lightning_zero.trainer.saves.kept_files import NoteJob
 from lightning_zero.trainer.saves.sharded_checkpoints import read
 from tests import harness
 from tests.harness import Pool, on_ranks
 from tests.object_store import ObjectStore, bucket, keys
 from tests.trainer import toys
+from tests.trainer.test_checkpoint_io import job_named
 from tests.trainer.toys import (
     Dropping,
     Lit,
@@ -93,7 +95,7 @@ def test_a_rank_that_is_stopped_leaves_the_older_checkpoint(background: bool, tm
         assert_weights(loaded_weights(path, sharded(), tmp_path, Lit()), of.weights, tolerance=0)
 
 
-def start(address: str, kill: tuple[int, int] | None, background: bool) -> None:
+def start(run_dir: Path, kill: tuple[int, int] | None, background: bool) -> None:
     """One start of a job, on this rank, that is killed before the change number ``kill[1]`` of rank ``kill[0]``."""
     changes = itertools.count(1)
 
@@ -101,12 +103,14 @@ def start(address: str, kill: tuple[int, int] | None, background: bool) -> None:
         if kill is not None and kill[0] == dist.get_rank() and next(changes) == kill[1]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    newest = resume.newest_checkpoint([address])
-    saves = ModelCheckpoint(address, "{step}", every_n_train_steps=1, save_top_k=1, save_last=True)
-    form = {"name": "sharded", "background": background, "verify": newest is not None}
-    settings: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": True}
-    of = trainer(sharded(checkpoint=form, stall_timeout_s=20.0), "/tmp", callbacks=[saves], **settings)
-    with mock.patch.object(ObjectStore, "before", before):
+    with job_named("job"), mock.patch.object(ObjectStore, "before", before):
+        address = bucket(run_dir / "b")
+        newest = resume.checkpoint_of_job(run_dir, [address])
+        saves = ModelCheckpoint(address, "{step}", every_n_train_steps=1, save_top_k=1, save_last=True)
+        form = {"name": "sharded", "background": background, "verify": newest is not None}
+        settings: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": True}
+        settings["callbacks"] = [saves, NoteJob(str(run_dir))]
+        of = trainer(sharded(checkpoint=form, stall_timeout_s=20.0), run_dir, **settings)
         of.fit(seeded(Dropping), ResumableLoader(Samples(), 2, trainer=of), ckpt_path=newest)
     dist.barrier()
 
@@ -118,7 +122,7 @@ def test_a_job_that_is_killed_again_and_again_loses_nothing(background: bool, ki
     for kill in [*kills, None]:
         pool = Pool(2)
         try:
-            pool.run(pickle.dumps((start, (bucket(tmp_path / "b"), kill, background), {})), 60)
+            pool.run(pickle.dumps((start, (tmp_path, kill, background), {})), 60)
         except Exception as error:
             assert "exit code -9" in str(error) + "".join(getattr(error, "__notes__", [])), error
         finally:
@@ -127,9 +131,10 @@ def test_a_job_that_is_killed_again_and_again_loses_nothing(background: bool, ki
         assert verify.main([str(newest)]) == 0
         steps.append(read(newest, None)["global_step"])
     assert steps == sorted(steps) and steps[1] > 0 and steps[-1] == STEPS
-    once_only = bucket(tmp_path / "undisturbed")
-    harness.run(2, start, once_only, None, False)
-    found, whole = (read(f"{place}/last.ckpt", None)["state_dict"] for place in (bucket(tmp_path / "b"), once_only))
+    assert folders(bucket(tmp_path / "b")) == {"last.ckpt", f"step={STEPS}.ckpt"}
+    (other := tmp_path / "undisturbed").mkdir()
+    harness.run(2, start, other, None, False)
+    found, whole = (read(f"{bucket(run / 'b')}/last.ckpt", None)["state_dict"] for run in (tmp_path, other))
     for name, value in whole.items():
         assert torch.equal(found[name].whole(), value.whole()), name
 
@@ -185,6 +190,9 @@ def test_folders_are_tried_before_training(form: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"expected a place that can be written, got (none-such|store)://.*: .+"):
             trainer(toys.strategy_of("zero3", checkpoint=form), root, **settings).fit(module, loader())
         assert not module.losses
+    linked = saves | {"callbacks": [ModelCheckpoint("memory://a", save_last="link")]}
+    with pytest.raises(ConfigError, match=r"save_last=\): expected True or False .*, got 'link' with memory://a"):
+        fit(toys.strategy_of("zero3", checkpoint=form), tmp_path, **linked)
     fit(sharded(), f"memory://{tmp_path.name}", max_epochs=1, **saves)
     fs = fsspec.filesystem("memory")
     assert [os.path.basename(p) for p in fs.find(f"/{tmp_path.name}")].count(".metadata") == 1
