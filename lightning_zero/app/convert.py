@@ -74,7 +74,7 @@ def convert(
         raise ConfigError(f"convert: shard_size= and prefix= have no effect with to={to}. Drop them.")
     wanted, nbytes = parse_dtype("dtype", dtype), parse_bytes("shard_size", shard_size or "5GB")
     out = place(target) if to == "sharded" else local_path(target, "convert: OUT")
-    if out.is_symlink() or out.is_file() or out.is_dir():
+    if os.path.lexists(target) or out.is_file() or out.is_dir():
         raise ConfigError(f"convert: expected nothing at {target}, got something. Give another OUT, or remove it.")
     folder = is_folder(source)
     if not folder and not place(source).is_file():

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,9 +54,6 @@ class RemotePath:
         fs.invalidate_cache()
         return fs, key
 
-    def resolve(self) -> PurePosixPath:
-        return PurePosixPath(posixpath.normpath(f"/{self._place[1]}"))
-
     def is_file(self) -> bool:
         fs, key = self._place
         return bool(fs.isfile(key))
@@ -64,16 +61,13 @@ class RemotePath:
     def is_dir(self) -> bool:
         return next(self.iterdir(), None) is not None
 
-    def is_symlink(self) -> bool:
-        return False
-
     def iterdir(self) -> Iterator[RemotePath]:
         fs, key = self._place
         yield from (self / path[len(key) + 1 :] for path in fs.find(key) if path.startswith(f"{key}/"))
 
     def stat(self) -> Any:
         fs, key = self._place
-        return SimpleNamespace(st_size=fs.size(key))
+        return SimpleNamespace(st_size=fs.size(key), st_mtime_ns=0, st_ino=0)
 
     def read_bytes(self) -> bytes:
         fs, key = self._place

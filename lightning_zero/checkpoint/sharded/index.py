@@ -7,9 +7,11 @@ import dataclasses
 import errno
 import io
 import pickle
+import posixpath
 import re
 import zlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -139,7 +141,7 @@ def read_index(folder: Place) -> Metadata:
 def refuse_other_folder(target: Place) -> None:
     """Raise IsADirectoryError if ``target`` is a folder with files of another kind than a checkpoint's, because a save
     would remove them."""
-    if not target.is_dir() or target.is_symlink():
+    if not target.is_dir() or (isinstance(target, Path) and target.is_symlink()):
         return
     ours = re.compile(rf"{re.escape(INDEX)}|.*{re.escape(SUFFIX)}|{_EXTRA_FORM.pattern}")
     others = [path.name for path in target.iterdir() if not ours.fullmatch(path.name)]
@@ -162,7 +164,7 @@ def _check_files(folder: Place, index: Metadata) -> None:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in sorted(ends.items()):
         path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
+        if name != posixpath.basename(name) or name in ("", ".."):
             raise ConfigError(refusal(folder / INDEX, f"it names {name}, which is not in the folder"))
         try:
             size = path.stat().st_size

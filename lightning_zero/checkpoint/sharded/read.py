@@ -19,8 +19,6 @@ from lightning_zero.planning.boxes import boxes
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.settings import MIB, ConfigError
 
-_PIECE_NBYTES = 64 * MIB  # of one read: fsspec copies what it returns
-
 
 class Slice(io.RawIOBase):
     """A readable view of bytes ``[start, start + length)`` of ``file``."""
@@ -155,7 +153,7 @@ def _fill(memory: Tensor, file: BinaryIO, path: Place) -> None:
     target = memoryview(memory.view(torch.uint8).numpy())  # type: ignore[arg-type]
     read = 0
     while read < len(target):
-        count = file.readinto(target[read : read + _PIECE_NBYTES])  # type: ignore[attr-defined]
+        count = file.readinto(target[read : read + 64 * MIB])  # type: ignore[attr-defined]
         if not count:
             raise ConfigError(refusal(path, "this file of it ends too early"))
         read += count

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.remote import INDEX, Place, RemotePath, place
+from lightning_zero.checkpoint.remote import INDEX, Place, place
 from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.checkpoint.verify import NOTHING, Report, check
@@ -113,8 +113,6 @@ class CheckpointFiles(Processes):
 
 
 def _identity(name: Place) -> tuple[int, ...] | None:
-    if isinstance(name, RemotePath):
-        return ()  # all ranks see the same
     try:
         found = name.stat()
     except OSError:
