@@ -28,13 +28,14 @@ from lightning_zero.checkpoint.durable import write_at, written_aside
 from lightning_zero.checkpoint.hugging_face.export import write_extras
 from lightning_zero.checkpoint.hugging_face.files import Files, Writer, parse_dtype
 from lightning_zero.checkpoint.hugging_face.names import RECORD, model_of, outgoing
+from lightning_zero.checkpoint.remote import place
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.engine.whole.state_dicts import versioned
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.settings import ConfigError, parse_bytes
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
-from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS, divide, read
+from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS, divide, is_folder, local_path, read
 
 
 def main(arguments: list[str]) -> int:
@@ -51,8 +52,10 @@ def main(arguments: list[str]) -> int:
     except (ConfigError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    path = Path(paths[1]).resolve()
-    sizes = [file.stat().st_size for file in ([path] if path.is_file() else path.iterdir())]
+    path = place(paths[1])
+    path = path.resolve() if isinstance(path, Path) else path
+    files: list[Any] = [path] if path.is_file() else list(path.iterdir())
+    sizes = [file.stat().st_size for file in files]
     print(f"Wrote {path}: {options['to']}, {sum(sizes):,} bytes in {len(sizes)} file(s).")
     return 0
 
@@ -70,11 +73,13 @@ def convert(
     if to != "safetensors" and (shard_size or prefix is not None):
         raise ConfigError(f"convert: shard_size= and prefix= have no effect with to={to}. Drop them.")
     wanted, nbytes = parse_dtype("dtype", dtype), parse_bytes("shard_size", shard_size or "5GB")
-    if os.path.lexists(target):
+    out = place(target) if to == "sharded" else local_path(target, "convert: OUT")
+    if os.path.lexists(target) or out.is_file() or out.is_dir():
         raise ConfigError(f"convert: expected nothing at {target}, got something. Give another OUT, or remove it.")
-    if not os.path.exists(source):
+    folder = is_folder(source)
+    if not folder and not place(source).is_file():
         raise ConfigError(f"convert: expected a checkpoint, got {source}: there is nothing. Change IN.")
-    checkpoint = read(source, None) if os.path.isdir(source) else load(ZeroCheckpointIO(), source, None)
+    checkpoint = read(source, None) if folder else load(ZeroCheckpointIO(), source, None)
     if MODULE not in checkpoint:
         raise ConfigError(f"convert: expected a checkpoint of Lightning, got {source}, which has no state_dict.")
     if wanted is not None and any(".quant_state.bitsandbytes__" in key for key in checkpoint[MODULE]):
@@ -82,11 +87,11 @@ def convert(
     for top in {MODULE, "current_model_state", OPTIMIZERS} & set(checkpoint):  # the second: Lightning's averages
         checkpoint[top] = _stored(checkpoint[top], wanted if top != OPTIMIZERS else None)
     if to == "safetensors":
-        _to_safetensors(checkpoint, Path(target), nbytes, prefix)
+        _to_safetensors(checkpoint, local_path(target, "convert: OUT"), nbytes, prefix)
     elif to == "sharded":
         save_folder(*divide(checkpoint), target, long_work=LongWork(shows=True))
     else:
-        _to_full(checkpoint, Path(target))
+        _to_full(checkpoint, local_path(target, "convert: OUT"))
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:

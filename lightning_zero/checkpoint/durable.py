@@ -106,7 +106,7 @@ def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
 
 
 @contextlib.contextmanager
-def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
+def naming(target: object, *, folder: bool = False) -> Iterator[None]:
     """Turn an error of the body into an OSError, or else a RuntimeError, that names ``target`` and the cause."""
     outer = sys.exception()
     try:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_zero.checkpoint.archive import CHUNK_NBYTES, Record, records_of
-from lightning_zero.checkpoint.sharded.index import EXTRA, read_index
+from lightning_zero.checkpoint.remote import Place, place
+from lightning_zero.checkpoint.sharded.index import extra_of, read_index
 from lightning_zero.checkpoint.sharded.read import Slice
 from lightning_zero.ranks.progress import SILENT, LongWork
 
@@ -36,12 +35,12 @@ class Report(NamedTuple):
 NOTHING = Report(0, 0, [])
 
 
-def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
+def check(path: str | Place, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
     """Compare a checkpoint with its checksums. Of ``parts`` ranks that share the work, rank ``part`` reads every
     ``parts``-th record. Raises ConfigError for a folder that is no complete checkpoint, and zipfile.BadZipFile for a
     file that torch.save has not written or that was cut off. OSErrors are passed on."""
-    path, total = Path(path), NOTHING
-    files = list(path.iterdir()) if path.is_dir() else [path]
+    path, total = place(path), NOTHING
+    files: list[Any] = list(path.iterdir()) if path.is_dir() else [path]
     with long_work.bytes(
         f"checksums of {path.name}", lambda: sum(file.stat().st_size for file in files) // parts
     ) as did:
@@ -53,7 +52,7 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work
     return total
 
 
-def _comparisons(path: Path) -> Iterator[Callable[[], Report]]:
+def _comparisons(path: Place) -> Iterator[Callable[[], Report]]:
     """Yield for each record or box a function that compares it with its checksum. Call each before taking the next,
     which closes its file."""
     if not path.is_dir():
@@ -62,13 +61,14 @@ def _comparisons(path: Path) -> Iterator[Callable[[], Report]]:
                 yield partial(_compare, file, record)
         return
     seen: set[tuple[str, int]] = set()  # tied parameters are in the index several times
-    for place, info in read_index(path).storage_data.items():
+    index = read_index(path)
+    for where, info in index.storage_data.items():
         if (key := (info.relative_path, info.offset)) not in seen:
             seen.add(key)
             with (path / info.relative_path).open("rb") as file:
-                yield partial(_all_of, f"{info.relative_path}: {place.fqn}", Slice(file, info.offset, info.length))
-    with (path / EXTRA).open("rb") as file:
-        yield partial(_all_of, EXTRA, file)
+                yield partial(_all_of, f"{info.relative_path}: {where.fqn}", Slice(file, info.offset, info.length))
+    with (path / extra_of(index)).open("rb") as file:
+        yield partial(_all_of, extra_of(index), file)
 
 
 def _all_of(name: str, file: Any) -> Report:

@@ -87,19 +87,20 @@ def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
     """Note that this job will write a checkpoint to ``path``. One rank calls this. ``owner``: a callback's key."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
-        file.write("\n" + json.dumps([owner, os.path.abspath(path)]) + "\n")
+        file.write("\n" + json.dumps([owner, path if "://" in path else os.path.abspath(path)]) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path]]:
-    """Return the checkpoints that this job has begun to write, by state key of the callback that writes them."""
-    found: dict[str, set[Path]] = {}
+def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path | str]]:
+    """Return the checkpoints that this job has begun to write, by state key of the callback that writes them. Remote
+    addresses are text."""
+    found: dict[str, set[Path | str]] = {}
     with contextlib.suppress(OSError):
         for line in (Path(run_dir) / FILES).read_text().splitlines():
             with contextlib.suppress(ValueError):  # empty, or left unfinished by a killed process
                 owner, path = json.loads(line)
-                found.setdefault(owner, set()).add(Path(path))
+                found.setdefault(owner, set()).add(path if "://" in path else Path(path))
     return found
 
 
@@ -126,15 +127,20 @@ def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: in
 
 
 def _remote_checkpoints(folder: str) -> Iterator[tuple[str, int]]:
-    """Yield the address of each file of a checkpoint in ``folder``, and when it was written."""
+    """Yield the address of each complete checkpoint in ``folder``, and when it was written."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     fs, root = url_to_fs(folder)
+    fs.invalidate_cache()  # a listing from before
     for path in fs.glob(f"{root}/*.ckpt"):
-        with fs.open(path, "rb") as file:
-            whole = zipfile.is_zipfile(file)
-        if whole:
-            yield fs.unstrip_protocol(path), int(fs.modified(path).timestamp() * 1e9)
+        last = f"{path}/.metadata" if fs.isfile(f"{path}/.metadata") else path  # the part that is written last
+        if last == path:
+            if not fs.isfile(path):
+                continue
+            with fs.open(path, "rb") as file:
+                if not zipfile.is_zipfile(file):
+                    continue
+        yield fs.unstrip_protocol(path), int(fs.modified(last).timestamp() * 1e9)
 
 
 def _whole(path: Path) -> bool:

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero.checkpoint.remote import RemotePath, place
 from lightning_zero.device.cuda import is_in_use
 from lightning_zero.engine import engine_of
 from lightning_zero.lightning_api import (
@@ -36,11 +38,11 @@ from lightning_zero.lightning_api import (
     TrainerFn,
     is_local,
     pl,
+    rank_zero_only,
 )
 from lightning_zero.settings import CheckpointFormat, ConfigError, names_arguments
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
 from lightning_zero.trainer.saves.job_checkpoints import in_own_job
-from lightning_zero.trainer.saves.sharded_checkpoints import local_path
 
 PROBE_S = 3.0
 _THREADS = "OMP_NUM_THREADS"
@@ -158,17 +160,33 @@ class NoCheckpointError(ConfigError, FileNotFoundError):
 
 
 def _check_folders(trainer: pl.Trainer) -> None:
-    """Raise ConfigError if a fit would save folders to a place that is not on a file system of this machine."""
+    """Raise ConfigError if a fit would save to an object store in which this process cannot write."""
     strategy: Any = trainer.strategy
-    if trainer.state.fn != TrainerFn.FITTING or strategy.config.checkpoint.name is not CheckpointFormat.sharded:
+    writes = strategy.config.checkpoint.name is CheckpointFormat.sharded or rank_zero_only.rank == 0  # type: ignore[attr-defined]
+    if trainer.state.fn != TrainerFn.FITTING or not writes:
         return
     default = trainer.loggers[0].save_dir if trainer.loggers else None
     default = str(default if default is not None else trainer.default_root_dir)
     folders = [getattr(callback, "dirpath", None) or default for callback in trainer.checkpoint_callbacks]
     if strategy.saves_on_sigterm or strategy.save_every_s is not None:
         folders.append(trainer.default_root_dir)
-    for folder in folders:
-        local_path(folder)
+    for callback, folder in zip(trainer.checkpoint_callbacks, folders, strict=False):
+        if getattr(callback, "save_last", None) == "link" and isinstance(place(folder), RemotePath):
+            raise ConfigError(
+                f"ModelCheckpoint(save_last=): expected true or false with a folder in an object store, which has no "
+                f"links, got 'link' with {folder}. Change save_last."
+            )
+    for folder in dict.fromkeys(folders):
+        if isinstance(found := place(folder), RemotePath):
+            try:
+                tried = found / f".{uuid.uuid4().hex}.part"
+                tried.write_bytes(b"")
+                tried.unlink()
+            except Exception as error:  # a missing package, no such bucket, no rights
+                raise ConfigError(
+                    f"ModelCheckpoint(dirpath=), default_root_dir: expected a place that can be written, got {folder}: "
+                    f"{type(error).__name__}: {error}. Change the folder, or what the cause names."
+                ) from error
 
 
 def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> None:

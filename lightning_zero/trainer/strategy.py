@@ -165,7 +165,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             ConfigError: the folder is not empty, or some rank does not see it.
             Exception: writing failed. All ranks raise it, with the folder and the cause.
         """
-        folder, nbytes = local_path(self.broadcast(str(path))), parse_bytes("export(shard_size=)", shard_size)
+        folder, nbytes = local_path(self.broadcast(str(path)), "export"), parse_bytes("export(shard_size=)", shard_size)
         export(self.engine, folder, parse_dtype("export(dtype=)", dtype), nbytes)
 
     def finish_writes(self) -> None:

@@ -213,6 +213,8 @@ def test_newest_checkpoint_may_be_remote(tmp_path: Path) -> None:
     fs.pipe({f"{folder}/half.ckpt": whole[:-30], f"{folder}/more/step-3.ckpt": whole})
     found = resume.newest_checkpoint([tmp_path, folder])
     assert found == f"memory:///{tmp_path.name}/step-2.ckpt" and torch.load(fs.open(found)) is not None
+    fs.pipe({f"{folder}/step-4.ckpt/.metadata": b"", f"{folder}/step-5.ckpt/__0_1.distcp": b""})
+    assert resume.newest_checkpoint([tmp_path, folder]) == f"memory:///{tmp_path.name}/step-4.ckpt"
     assert resume.newest_checkpoint([f"{folder}/none", folder], since_ns=int(4e18)) is None
 
 

@@ -206,21 +206,11 @@ def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
         (lambda: sharded(checkpoint={"background": True}), r"^checkpoint\['background'\]: expected False with check"),
         (lambda: trainer(sharded(), tmp_path, plugins=[plugin]), "expected no CheckpointIO, got AsyncCheckpointIO"),
         (lambda: of.save_checkpoint(path, storage_options={"a": 1}), r"expected no storage_options, .* got \{'a': 1\}"),
-        (lambda: of.save_checkpoint("s3://bucket/a.ckpt"), "a file system that is mounted, got s3://"),
         (lambda: divide({OPTIMIZERS: [{"state": {0: {"m": [{4: 1}]}}}]}), "text as keys in optimizer .* got 4"),
     ]
     for act, says in acts:
         with pytest.raises(ConfigError, match=says):
             act()
-    remote: list[tuple[str, dict[str, Any]]] = [
-        ("memory://root", {"enable_checkpointing": True}),
-        (str(tmp_path), {"enable_checkpointing": True, "callbacks": [ModelCheckpoint("memory://saves")]}),
-    ]
-    for root, settings in remote:  # before training
-        module = seeded(Lit)
-        with pytest.raises(ConfigError, match="a file system that is mounted, got memory://.* zero/checkpoint=full"):
-            trainer(sharded(), root, **settings).fit(module, loader())
-        assert not module.losses
 
 
 class Adamw(Lit):

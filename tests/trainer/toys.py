@@ -310,7 +310,7 @@ def weights(of: pl.Trainer) -> dict[str, Tensor]:
     return of.strategy.broadcast(of.strategy.lightning_module_state_dict() if engine is None else engine.state_dict())
 
 
-def loaded_weights(path: Path, strategy: Any, root: Path, module: Any = None) -> dict[str, Tensor]:
+def loaded_weights(path: Path | str, strategy: Any, root: Path, module: Any = None) -> dict[str, Tensor]:
     """Whole weights in an evaluation that has loaded ``path`` into ``module`` (default: :func:`other_weights`)."""
     of = trainer(strategy, root)
     of.test(other_weights() if module is None else module, loader(), ckpt_path=path, verbose=False)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import io
-import os
 import pickle
+import posixpath
 import re
 import zlib
 from collections.abc import Iterable
@@ -26,12 +26,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lightning_zero.checkpoint.remote import INDEX, Place
 from lightning_zero.checkpoint.sharded.items import Entry
 from lightning_zero.settings import ConfigError
 
-INDEX = ".metadata"
 SUFFIX = ".distcp"
 EXTRA = "meta.pt"  # Lightning's name for all but modules and optimizers
+_EXTRA_FORM = re.compile(r"meta(_\w+)?\.pt")
 _TRAILER, _TRAILER_NBYTES = b"\ncrc32 %08x", 15
 _TRAILER_FORM = re.compile(rb"\ncrc32 [0-9a-f]{8}")
 _DCP = "torch.distributed.checkpoint"
@@ -54,8 +55,9 @@ ALLOWED = {
 }
 
 
-def make_index(entries: Iterable[Entry], folder: str) -> Metadata:
-    """Make DCP's index of the checkpoint ``folder``. ``entries``: what all ranks have written."""
+def make_index(entries: Iterable[Entry], folder: str, extra: str = EXTRA) -> Metadata:
+    """Make DCP's index of the checkpoint ``folder``. ``entries``: what all ranks have written. ``extra``: the name of
+    ``meta.pt`` there."""
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, Any] = {}
@@ -73,13 +75,19 @@ def make_index(entries: Iterable[Entry], folder: str) -> Metadata:
                 state[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), [])
             state[key].chunks.append(chunk)
             storage[MetadataIndex(key, entry.offsets)] = info
-    return Metadata(state, paths, storage, StorageMeta(checkpoint_id=folder), CURRENT_DCP_VERSION)
+    return Metadata(state, paths, storage, StorageMeta(folder, save_id=extra), CURRENT_DCP_VERSION)
 
 
 def packed(index: Metadata) -> bytes:
     """Return the bytes of the file ``.metadata``: a pickle, then its checksum, at which other readers do not look."""
     data = pickle.dumps(index)
     return data + _TRAILER % zlib.crc32(data)
+
+
+def extra_of(index: Metadata) -> str:
+    """Return the name of the file with the rest of this save: in object stores it is not ``meta.pt``."""
+    name = str(index.storage_meta.save_id) if index.storage_meta is not None else ""
+    return name if _EXTRA_FORM.fullmatch(name) else EXTRA  # other writers put other things there
 
 
 class _Unpickler(pickle._Unpickler):
@@ -100,7 +108,7 @@ class _Unpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which no index has")
 
 
-def read_index(folder: Path) -> Metadata:
+def read_index(folder: Place) -> Metadata:
     """Read the index of the checkpoint ``folder`` without running code in it. Raises ConfigError, with the file, if the
     index is missing or damaged, another file missing or too short, or the checkpoint not Lightning's.
     """
@@ -119,9 +127,9 @@ def read_index(folder: Path) -> Metadata:
         raise ConfigError(refusal(path, f"it cannot be read: {type(error).__name__}: {error}")) from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise ConfigError(refusal(path, f"it holds no index but a {type(index).__name__}"))
-    if not (folder / EXTRA).is_file():
-        raise ConfigError(refusal(folder, f"it has no {EXTRA}, so it is no checkpoint of Lightning"))
     try:
+        if not (folder / (extra := extra_of(index))).is_file():
+            raise ConfigError(refusal(folder, f"it has no {extra}, so it is no checkpoint of Lightning"))
         _check_files(folder, index)
     except (AttributeError, KeyError, TypeError, ValueError) as error:  # malformed entries
         if isinstance(error, ConfigError):
@@ -130,22 +138,23 @@ def read_index(folder: Path) -> Metadata:
     return index
 
 
-def refuse_other_folder(target: Path) -> None:
+def refuse_other_folder(target: Place) -> None:
     """Raise IsADirectoryError if ``target`` is a folder with files of another kind than a checkpoint's, because a save
     would remove them."""
-    if not target.is_dir() or target.is_symlink():
+    if not target.is_dir() or (isinstance(target, Path) and target.is_symlink()):
         return
-    others = [p.name for p in target.iterdir() if p.name not in (INDEX, EXTRA) and p.suffix != SUFFIX]
+    ours = re.compile(rf"{re.escape(INDEX)}|.*{re.escape(SUFFIX)}|{_EXTRA_FORM.pattern}")
+    others = [path.name for path in target.iterdir() if not ours.fullmatch(path.name)]
     if others:
         shown = ", ".join(sorted(others)[:3])
         raise IsADirectoryError(errno.EISDIR, f"a folder with other things in it ({shown}), which would be lost")
 
 
-def refusal(path: Path, cause: str) -> str:
+def refusal(path: Place, cause: str) -> str:
     return f"ckpt_path (path of fabric.load): expected a whole checkpoint, got {path}: {cause}. Give another one."
 
 
-def _check_files(folder: Path, index: Metadata) -> None:
+def _check_files(folder: Place, index: Metadata) -> None:
     """Raise ConfigError if files are shorter than the index says, or if its boxes do not fill the tensors."""
     ends: dict[str, int] = {}
     for info in index.storage_data.values():
@@ -155,10 +164,10 @@ def _check_files(folder: Path, index: Metadata) -> None:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in sorted(ends.items()):
         path = folder / name
-        if not path.resolve().is_relative_to(folder.resolve()):
+        if name != posixpath.basename(name) or name in ("", ".."):
             raise ConfigError(refusal(folder / INDEX, f"it names {name}, which is not in the folder"))
         try:
-            size = os.stat(path).st_size
+            size = path.stat().st_size
         except FileNotFoundError as error:
             raise ConfigError(refusal(path, "this file of it is missing")) from error
         if size < end:

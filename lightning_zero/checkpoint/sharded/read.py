@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
@@ -14,11 +12,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_zero.checkpoint.sharded.index import read_index, refusal
+from lightning_zero.checkpoint.remote import Place, place
+from lightning_zero.checkpoint.sharded.index import extra_of, read_index, refusal
 from lightning_zero.checkpoint.sharded.items import unflattened
 from lightning_zero.planning.boxes import boxes
 from lightning_zero.pretrained.stored import StoredTensor
-from lightning_zero.settings import ConfigError
+from lightning_zero.settings import MIB, ConfigError
 
 
 class Slice(io.RawIOBase):
@@ -51,7 +50,7 @@ class Slice(io.RawIOBase):
 class _Blob(NamedTuple):
     """Where a file of the checkpoint holds the values of one tensor that torch.save has written into the file."""
 
-    path: Path
+    path: Place
     start: int  # of its values, in bytes
     tensor: Tensor  # on meta: shape, strides and storage offset
 
@@ -59,9 +58,10 @@ class _Blob(NamedTuple):
 class ShardedFolder:
     """An open checkpoint folder. Raises ConfigError, with the file, if the folder is incomplete; also OSError."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Place) -> None:
+        self.path = place(path)
         self.index: Metadata = read_index(self.path)
+        self.extra = self.path / extra_of(self.index)
         self._blobs: dict[MetadataIndex, _Blob] = {}
         self._tensors: dict[Any, StoredTensor] = {}
 
@@ -149,11 +149,11 @@ class ShardedFolder:
         return self._blobs[place]
 
 
-def _fill(memory: Tensor, file: BinaryIO, path: Path) -> None:
+def _fill(memory: Tensor, file: BinaryIO, path: Place) -> None:
     target = memoryview(memory.view(torch.uint8).numpy())  # type: ignore[arg-type]
     read = 0
     while read < len(target):
-        count = file.readinto(target[read:])  # type: ignore[attr-defined]
+        count = file.readinto(target[read : read + 64 * MIB])  # type: ignore[attr-defined]
         if not count:
             raise ConfigError(refusal(path, "this file of it ends too early"))
         read += count

@@ -1,4 +1,5 @@
 """Save a checkpoint folder: every rank writes a file; rank 0 makes the folder, writes the index and renames the folder.
+In an object store the index is the commit (``checkpoint/remote.py``).
 
 torch's writer copies every view, so it holds a copy of the rank's whole shard until the file is complete. This writer
 takes each box from the memory that holds it, and reads offloaded values from their files one bucket at a time."""
@@ -9,17 +10,18 @@ import contextlib
 import copy
 import itertools
 import os
+import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.durable import Part, begin_sync, leave, naming, written_aside
-from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, SUFFIX, make_index, packed, refuse_other_folder
+from lightning_zero.checkpoint.durable import begin_sync, leave, naming, written_aside
+from lightning_zero.checkpoint.remote import INDEX, Place, RemotePath, place
+from lightning_zero.checkpoint.sharded.index import EXTRA, SUFFIX, make_index, packed, refuse_other_folder
 from lightning_zero.checkpoint.sharded.items import Entry, Item, items_of
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, together
 from lightning_zero.comm.streams import Streams
@@ -44,7 +46,7 @@ class Behind(NamedTuple):
 def save_folder(
     state: Mapping[str, Any],
     extra: Mapping[str, Any],
-    path: str | os.PathLike[str],
+    path: str | Place,
     group: Any = None,
     waits: Waits | None = None,
     *,
@@ -62,7 +64,7 @@ def save_folder(
         waits: how this rank waits for the others; None: there is only one rank.
         behind: write while training continues; None: write before returning.
     """
-    target, rank = Path(path), waits.rank if waits is not None else 0
+    target, rank = place(path), waits.rank if waits is not None else 0
 
     def on_all(what: str, act: Callable[[], Any], undo: Callable[[Any], Any] = lambda _: None) -> Any:
         if waits is None:
@@ -70,13 +72,12 @@ def save_folder(
         return together(group, waits, f"saving a checkpoint: {what}", act, undo, patient=True)
 
     with contextlib.ExitStack() as stack:
-        part = on_all("a folder", lambda: _begin(stack, target, extra) if rank == 0 else None)
-        made = str(part.path) if part is not None else ""
-        folder = Path(made if waits is None else broadcast_object(group, made, 0, waits))
-        on_all("seeing its folder", lambda: _check(folder, rank))
+        made = on_all("a folder", lambda: _begin(stack, target, extra) if rank == 0 else "")
+        rest_of = place(made if waits is None else broadcast_object(group, made, 0, waits))
+        on_all("seeing its folder", lambda: _check(rest_of, rank))
 
         def write() -> list[Entry]:
-            with contextlib.closing(_RankFile(items_of(state, rank), rank, folder, target)) as file:
+            with contextlib.closing(_RankFile(items_of(state, rank), rank, rest_of, target)) as file:
                 return file.write(long_work)
 
         items: list[Item] = on_all("what is copied", lambda: items_of(state, rank)) if behind is not None else []
@@ -88,34 +89,55 @@ def save_folder(
         if behind is None or any(whys):
             entries: Any = on_all("this rank's file", write)
             found = [entries] if waits is None else collect_objects(group, entries, waits, "saving a checkpoint: index")
-            on_all("its index", lambda: _end(stack, folder, target, found))
+            on_all("its index", lambda: _end(stack, rest_of, target, found))
             return
         # Open the file now: if another rank fails, the folder may be gone later.
-        keep = partial(_RankFile, items, rank, folder, target, behind)
+        keep = partial(_RankFile, items, rank, rest_of, target, behind)
         file = on_all("copying values", keep, undo=_RankFile.close)
         rest = stack.pop_all()
         rest.callback(file.close)
         try:
-            end = partial(_end, rest, folder, target)
-            behind.begin(target, str(folder), file.write, end, partial(leave, rest), file.count)
+            end = partial(_end, rest, rest_of, target)
+            behind.begin(target, str(rest_of), file.write, end, partial(leave, rest), file.count)
         except BaseException as error:
             leave(rest, error)
             raise
 
 
-def _begin(stack: contextlib.ExitStack, target: Path, extra: Mapping[str, Any]) -> Part:
+def _begin(stack: contextlib.ExitStack, target: Place, extra: Mapping[str, Any]) -> str:
+    """Begin a folder, and write ``extra`` there. Return the address of that file."""
     with naming(target, folder=True):
         refuse_other_folder(target)
-    part = stack.enter_context(written_aside(target, folder=True))
-    with naming(target, folder=True):
-        torch.save(dict(extra), part.path / EXTRA)
-    return part
+    if isinstance(target, RemotePath):
+        rest_of: Place = stack.enter_context(_objects(target))
+    else:
+        rest_of = stack.enter_context(written_aside(target, folder=True)).path / EXTRA
+    with naming(target, folder=True), contextlib.closing(rest_of.open("wb")) as file:
+        torch.save(dict(extra), file)
+    return str(rest_of)
 
 
-def _check(folder: Path, rank: int) -> None:
-    if not folder.is_dir():
+@contextlib.contextmanager
+def _objects(target: RemotePath) -> Iterator[RemotePath]:
+    """Yield the address of the rest of a new save in an object store. At the end, when the index names the objects of
+    this save, remove all others."""
+    token = uuid.uuid4().hex[:12]
+    yield target / f"meta_{token}.pt"
+    try:
+        (target / EXTRA).write_bytes((target / f"meta_{token}.pt").read_bytes())
+        for old in target.iterdir():
+            if old.name not in (INDEX, EXTRA) and token not in old.name:
+                old.unlink()
+        if target.is_file():  # a checkpoint that was one file
+            target.unlink()
+    except Exception as error:  # the new checkpoint is there
+        warnings.warn(f"{target}: what was there before could not be removed: {error}", stacklevel=2)
+
+
+def _check(rest_of: Place, rank: int) -> None:
+    if not rest_of.is_file():
         raise ConfigError(
-            f"zero/checkpoint=sharded: expected a folder that all ranks see, got {folder.parent}, where rank "
+            f"zero/checkpoint=sharded: expected a folder that all ranks see, got {rest_of.parent.parent}, where rank "
             f"{rank} does not see what rank 0 has made. Save to a file system that all nodes share, or "
             "choose zero/checkpoint=full."
         )
@@ -130,10 +152,10 @@ def _why_not(behind: Behind, items: Sequence[Item]) -> str:
     return "there is no host memory for a copy of what is saved" if Snapshot.nbytes(wanted) > available else ""
 
 
-def _end(stack: contextlib.ExitStack, folder: Path, target: Path, found: Sequence[list[Entry]] | None) -> None:
+def _end(stack: contextlib.ExitStack, rest_of: Place, target: Place, found: Sequence[list[Entry]] | None) -> None:
     if found is not None:
-        index = make_index((entry for entries in found for entry in entries), str(target))
-        (folder / INDEX).write_bytes(packed(index))
+        index = make_index((entry for entries in found for entry in entries), str(target), rest_of.name)
+        (rest_of.parent / INDEX).write_bytes(packed(index))
     stack.close()
 
 
@@ -141,10 +163,11 @@ class _RankFile:
     """Writes ``items``, if any, to a rank's file. With ``behind``, copies the values now, to write them later."""
 
     def __init__(
-        self, items: Sequence[Item], rank: int, folder: Path, target: Path, behind: Behind | None = None
+        self, items: Sequence[Item], rank: int, rest_of: Place, target: Place, behind: Behind | None = None
     ) -> None:
-        self._name, self._target = f"__{rank}_0{SUFFIX}", target
-        self._file: BinaryIO | None = None
+        save = rest_of.name.removesuffix(".pt").removeprefix("meta").strip("_") or "0"
+        self._name, self._target = f"__{rank}_{save}{SUFFIX}", target
+        self._file: Any = None
         self._items, self._snapshot = items, None
         self.count = Count(sum(item.nbytes for item in items))
         if behind is not None:
@@ -152,7 +175,9 @@ class _RankFile:
             self._snapshot = Snapshot(slices_of(items), behind.streams, behind.spare)
         try:
             with naming(target / self._name):
-                self._file = (folder / self._name).open("wb") if self._items else None
+                path = rest_of.parent / self._name
+                if self._items:
+                    self._file = path.open("wb", self.count.total if isinstance(path, RemotePath) else -1)
         except BaseException:
             self.close()
             raise
@@ -173,21 +198,25 @@ class _RankFile:
                             entries.append(self._write(item, self._file))
                             did(item.nbytes)
                             self.count.did(item.nbytes)
-            long_work.call(partial(os.fsync, self._file.fileno()), f"{self._target.name}, to the disk")
+            if isinstance(self._target, RemotePath):
+                self._file.close()  # ends the upload
+            else:
+                long_work.call(partial(os.fsync, self._file.fileno()), f"{self._target.name}, to the disk")
         return entries
 
-    def _write(self, item: Item, file: BinaryIO) -> Entry:
+    def _write(self, item: Item, file: Any) -> Entry:
         start, box = file.tell(), item.box
         torch.save(item.source if item.dtype is None else alone(item.tensor(self._snapshot)), file)
         length = file.tell() - start
-        begin_sync(file.fileno(), start, length)
+        if not isinstance(self._target, RemotePath):
+            begin_sync(file.fileno(), start, length)
         return Entry(item.keys, item.paths, item.dtype, item.shape, box.offsets, box.sizes, self._name, start, length)
 
     def close(self) -> None:
         if self._snapshot is not None:
             self._snapshot.close()
         if self._file is not None:
-            with contextlib.suppress(OSError):  # flushing buffered bytes after another error
+            with contextlib.suppress(Exception):  # flushing buffered bytes after another error
                 self._file.close()
 
 

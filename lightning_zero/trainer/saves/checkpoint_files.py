@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.sharded.index import INDEX, refusal
+from lightning_zero.checkpoint.remote import INDEX, Place, place
+from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.checkpoint.verify import NOTHING, Report, check
 from lightning_zero.engine import Engine
 from lightning_zero.engine.whole.held import Make, fake_values, put_values, values_in_folder, whole_values
-from lightning_zero.lightning_api import CheckpointIO, get_filesystem, is_local, rank_zero_info
+from lightning_zero.lightning_api import CheckpointIO, rank_zero_info
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.settings import CheckpointFormat, ConfigError
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves.checkpoint_io import load, with_default
 from lightning_zero.trainer.saves.range_saves import RangeSave
-from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer
+from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, read, refuse_writer
 
 _ZIP = b"PK\x03\x04"  # first bytes of a torch.save file
 
@@ -68,7 +67,7 @@ class CheckpointFiles(Processes):
         ``settings``: arguments of :func:`divide`.
 
         Raises:
-            ConfigError: there are storage ``options``, or the path is not on a mounted file system.
+            ConfigError: there are storage ``options``.
             Exception: writing failed. All ranks raise it, with the folder and the cause.
         """
         if options is not None:
@@ -76,7 +75,7 @@ class CheckpointFiles(Processes):
                 "zero/checkpoint=sharded: expected no storage_options, which only plugins use, got "
                 f"{options!r}. Leave them out, or choose zero/checkpoint=full."
             )
-        folder = local_path(self.broadcast(str(path)))
+        folder = place(self.broadcast(str(path)))
         parts = self._together("dividing a checkpoint", lambda: divide(checkpoint, **settings))
         save_folder(*parts, folder, dist.group.WORLD, self._waits, behind=behind, long_work=self._long_work)
 
@@ -98,12 +97,7 @@ class CheckpointFiles(Processes):
     def _verify(self, path: Any) -> None:
         """Compare a checkpoint with its checksums. Ranks that see the same file check a part each. Raise ConfigError on
         all ranks, with the file, if it is damaged. Collective."""
-        if not is_local(path):
-            raise ConfigError(
-                f"zero.checkpoint.verify: expected false for a checkpoint that is no local file, got true for {path}. "
-                "Drop zero.checkpoint.verify, or copy the checkpoint."
-            )
-        name = get_filesystem(path)._strip_protocol(str(path))
+        name = place(path)
         found = self._gather_objects(_identity(name), "checksums")
         # Ranks that see different copies check theirs separately.
         peers = [rank for rank, identity in enumerate(found) if identity == found[self.global_rank]]
@@ -118,25 +112,25 @@ class CheckpointFiles(Processes):
             rank_zero_info(f"{name} is as it was written: {total:,} bytes agree with their checksums")
 
 
-def _identity(name: str) -> tuple[int, ...] | None:
+def _identity(name: Place) -> tuple[int, ...] | None:
     try:
-        found = os.stat(name)
+        found = name.stat()
     except OSError:
         return None
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 
-def check_sums(name: str, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
+def check_sums(name: Place, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
     """Compare every ``parts``-th record of the checkpoint ``name``, from number ``part`` on, with its checksum. Return
     what was checked. Raise ConfigError if a record is damaged."""
-    if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # loading will say so
+    if not name.is_file() and not (name / INDEX).is_file():  # loading will say so
         return NOTHING
     try:
         report = check(name, part, parts, long_work)
     except zipfile.BadZipFile as error:
-        with open(name, "rb") as file:
+        with name.open("rb") as file:
             if file.read(len(_ZIP)) == _ZIP:  # torch might read wrong bytes as tensors
-                raise ConfigError(refusal(Path(name), f"it cannot be read: {error}")) from error
+                raise ConfigError(refusal(name, f"it cannot be read: {error}")) from error
         return Report(0, 1, [])  # an older format, or no checkpoint
     if report.damage:
         raise ConfigError(

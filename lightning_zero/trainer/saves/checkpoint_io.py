@@ -18,6 +18,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_zero.checkpoint.archive import write_archive
 from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
+from lightning_zero.checkpoint.remote import RemotePath, place
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.lightning_api import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
@@ -34,6 +35,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None or not is_local(path) or not saves_as_torch():
             super().save_checkpoint(checkpoint, path, storage_options)
+            if isinstance(found := place(path), RemotePath):
+                found.remove_folder()  # a checkpoint of this name that was one
             return
         name = get_filesystem(path)._strip_protocol(str(path))  # also handles file:///folder/last.ckpt
         with naming(Path(name)):
@@ -59,8 +62,10 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        if not is_local(path):
-            super().remove_checkpoint(path)
+        if isinstance(found := place(path), RemotePath):
+            found.remove_folder()
+            if found.is_file():
+                found.unlink()
             return
         with contextlib.suppress(FileNotFoundError):
             remove_whole(get_filesystem(path)._strip_protocol(str(path)))

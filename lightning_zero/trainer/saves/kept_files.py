@@ -110,9 +110,10 @@ class NoteJob(Callback):
         """Return each callback's ``last.ckpt`` of this job, by callback key. Else Lightning writes ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
-            last = Path(callback.dirpath or "").absolute() / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
-            if last in written.get(callback.state_key, ()) and os.path.lexists(last):
-                found[callback.state_key] = os.path.join(callback.dirpath or "", last.name)
+            path = os.path.join(callback.dirpath or "", f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")
+            last = path if "://" in path else Path(path).absolute()
+            if last in written.get(callback.state_key, ()) and (isinstance(last, str) or os.path.lexists(last)):
+                found[callback.state_key] = path
         return found
 
     def _remove_unknown(self, trainer: pl.Trainer) -> list[str]:
@@ -128,10 +129,13 @@ class NoteJob(Callback):
             lead = os.path.realpath(last)
             if os.path.islink(last) and lead not in kept:
                 # Checkpoints that the killed run kept because ``last.ckpt`` links to them are kept again.
-                linked = [str(path) for path in files if not path.is_symlink() and os.path.realpath(path) == lead]
+                linked = [str(path) for path in files if not os.path.islink(path) and os.path.realpath(path) == lead]
                 _held.setdefault(callback, []).extend(linked)
             kept |= {lead} if last else set()
-            for path in sorted(files):
+            for url in files - {last, *known}:
+                if isinstance(url, str):
+                    trainer.strategy.remove_checkpoint(url)
+            for path in sorted(path for path in files if isinstance(path, Path)):
                 if path.is_symlink() and str(path) != os.path.abspath(last):
                     path.unlink()
                 elif path.exists() and not path.is_symlink() and os.path.realpath(path) not in kept:

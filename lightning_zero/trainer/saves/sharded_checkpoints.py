@@ -22,11 +22,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
+from lightning_zero.checkpoint.remote import INDEX, RemotePath, place
+from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.engine.whole.held import HELD
 from lightning_zero.engine.whole.values import TensorParts
-from lightning_zero.lightning_api import CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
+from lightning_zero.lightning_api import CheckpointIO, TorchCheckpointIO
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.settings import CheckpointConfig, CheckpointFormat, ConfigError
@@ -37,14 +38,11 @@ RECORD = "lightning_zero_sharded"  # in meta.pt: the number of optimizers, and a
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
-def local_path(path: Any, key: str = "zero/checkpoint=sharded") -> Path:
+def local_path(path: Any, key: str) -> Path:
     """Return ``path`` as a local Path. Raise ConfigError if it is not on a file system of this machine."""
-    if not is_local(path):
-        raise ConfigError(
-            f"{key}: expected a path on a file system that is mounted, got {path}. Give such a one"
-            f"{', or choose zero/checkpoint=full' if 'zero' in key else ''}."
-        )
-    return Path(get_filesystem(path)._strip_protocol(str(path)))
+    if isinstance(found := place(path), RemotePath):
+        raise ConfigError(f"{key}: expected a path on a file system that is mounted, got {path}. Give such a path.")
+    return found
 
 
 def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
@@ -110,8 +108,11 @@ def _has_parts(value: Any) -> bool:
 
 
 def is_folder(path: Any) -> bool:
-    """Return whether ``path`` is a local folder. Only a folder can be a sharded checkpoint."""
-    return is_local(path) and Path(get_filesystem(path)._strip_protocol(str(path))).is_dir()
+    """Return whether ``path`` is a local folder, or one with an index in an object store. Only such a folder can be a
+    sharded checkpoint."""
+    if isinstance(found := place(path), RemotePath):
+        return not str(path).startswith("http") and (found / INDEX).is_file()
+    return found.is_dir()
 
 
 def read(
@@ -127,8 +128,8 @@ def read(
         OSError: reading failed, but another try may succeed. The message names the file.
     """
     try:
-        folder = ShardedFolder(local_path(path))
-        checkpoint = load(TorchCheckpointIO(), folder.path / EXTRA, weights_only)
+        folder = ShardedFolder(place(path))
+        checkpoint = load(TorchCheckpointIO(), str(folder.extra), weights_only)
         held = checkpoint.pop(HELD, {})
         checkpoint |= _values(folder, checkpoint.pop(RECORD, None) or {}, weights_only, of_trainer, long_work)
         for name, value in checkpoint.pop(HELD, {}).items():

@@ -1,0 +1,121 @@
+"""Checkpoint folders in object stores, such as ``s3://bucket/last.ckpt``, by fsspec.
+
+Object stores have no rename, but an object appears whole, when its upload ends, and a put of one object is atomic. So a
+save gives its objects names that no other save has, and the index is its commit::
+
+    last.ckpt/__0_5f0c.distcp, __1_5f0c.distcp      each by its rank, a multipart upload
+    last.ckpt/meta_5f0c.pt
+    last.ckpt/.metadata                             names the objects above: only now is the checkpoint the new one
+    last.ckpt/meta.pt                               for other readers; ours follow the index
+    last.ckpt/__0_91ab.distcp, ...                  of the older checkpoint: removed
+
+A killed save leaves objects that no index names. The next save to the same address removes them.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.utils import get_protocol  # type: ignore[import-untyped]
+
+INDEX = ".metadata"  # of a checkpoint folder
+_MIB = 2**20
+_PARTS = 5000  # of an upload; S3 allows 10,000
+
+
+class RemotePath:
+    """A file or folder at an address of fsspec, with those methods of a Path that checkpoints need."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self.name = self._url.rpartition("/")[2]
+        self.suffix = posixpath.splitext(self.name)[1]
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self._url}/{name}")
+
+    @property
+    def parent(self) -> RemotePath:
+        return RemotePath(self._url.rpartition("/")[0])
+
+    @property
+    def _place(self) -> tuple[Any, str]:
+        """Return the file system, without listings from before, as other processes write too; and the key in it."""
+        fs, key = url_to_fs(self._url)
+        fs.invalidate_cache()
+        return fs, key
+
+    def is_file(self) -> bool:
+        fs, key = self._place
+        return bool(fs.isfile(key))
+
+    def is_dir(self) -> bool:
+        return next(self.iterdir(), None) is not None
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        fs, key = self._place
+        yield from (self / path[len(key) + 1 :] for path in fs.find(key) if path.startswith(f"{key}/"))
+
+    def stat(self) -> Any:
+        fs, key = self._place
+        return SimpleNamespace(st_size=fs.size(key), st_mtime_ns=0, st_ino=0)
+
+    def read_bytes(self) -> bytes:
+        fs, key = self._place
+        return bytes(fs.cat_file(key))
+
+    def write_bytes(self, data: bytes) -> None:
+        fs, key = self._place
+        fs.pipe_file(key, data)
+
+    def unlink(self) -> None:
+        fs, key = self._place
+        fs.rm_file(key)
+
+    def remove_folder(self) -> None:
+        """Remove the objects in this folder, the index first, so that a killed process leaves no checkpoint."""
+        for path in sorted(self.iterdir(), key=lambda path: path.name != INDEX):
+            path.unlink()
+
+    def open(self, mode: str, nbytes: int = 0) -> Any:
+        """Open the file to read ranges, or to upload about ``nbytes`` bytes: it appears at its close."""
+        fs, key = self._place
+        if mode == "rb":
+            return fs.open(key, mode, block_size=_MIB)
+        return _Upload(fs.open(key, mode, block_size=_MIB * max(16, nbytes // _MIB // _PARTS)))
+
+
+class _Upload:
+    """A file whose large writes are cut, because fsspec keeps all that one write hands over."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.tell, self.flush, self.close = file.tell, file.flush, file.close
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _MIB):
+            self._file.write(view[start : start + _MIB])
+        return len(view)
+
+
+Place = Path | RemotePath
+
+
+def place(path: str | os.PathLike[str] | RemotePath) -> Place:
+    """Return ``path`` as a Path if it is on a mounted file system, else as a RemotePath."""
+    if isinstance(path, RemotePath):
+        return path
+    text = os.fspath(path)
+    if get_protocol(text) != "file":
+        return RemotePath(text)
+    return Path(url_to_fs(text)[0]._strip_protocol(text) if "://" in text else text)

@@ -1,0 +1,116 @@
+"""Checkpoint folders in an object store: what is there at each moment of a save, and what is read."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint import verify
+from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.checkpoint.sharded.save import save_folder
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
+from lightning_zero.trainer.saves.sharded_checkpoints import is_folder, read
+from tests.object_store import ObjectStore, bucket, keys
+
+
+def save(address: str, value: float) -> None:
+    save_folder({"state_dict": {"w": torch.full((3000,), value), "n": int(value)}}, {"step": value}, address)
+
+
+def loaded(address: str) -> tuple[float, float, float, float]:
+    """Return the values of all parts of the checkpoint."""
+    found: Any = read(address, None)
+    w: Tensor = found["state_dict"]["w"].whole()
+    return w.min().item(), w.max().item(), found["state_dict"]["n"], found["step"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_at_any_moment_leaves_the_older_checkpoint_or_the_newer(tmp_path: Path) -> None:
+    path, found = f"{bucket(tmp_path / 'b')}/last.ckpt", set()
+    for moment in range(100):
+        save(path, 1.0)
+        before, calls = keys(path), 0
+
+        def act(kind: str, key: str, moment: int = moment) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > moment:
+                raise Killed
+
+        with mock.patch.object(ObjectStore, "before", act), contextlib.suppress(Killed):
+            save(path, 2.0)
+        value = loaded(path)[0]
+        assert loaded(path) == (value,) * 4 and value in (1.0, 2.0)
+        assert verify.main([path]) == 0
+        found.add(value)
+        if calls <= moment:
+            break
+        if value == 1.0:
+            assert set(before) <= set(keys(path))
+    assert found == {1.0, 2.0} and moment > 8
+    assert len(keys(path)) == 4  # nothing of the killed saves is left
+
+
+def test_a_file_and_a_folder_of_one_name_replace_each_other(tmp_path: Path) -> None:
+    path, io = f"{bucket(tmp_path / 'b')}/last.ckpt", ZeroCheckpointIO()
+    io.save_checkpoint({"step": 1}, path)
+    save(path, 2.0)
+    assert is_folder(path) and len(keys(path)) == 4 and not Path(tmp_path, "b", "last.ckpt").exists()
+    io.save_checkpoint({"step": 3}, path)
+    assert not is_folder(path) and io.load_checkpoint(path) == {"step": 3}
+    save(path, 4.0)
+    assert loaded(path) == (4.0,) * 4
+    with mock.patch.object(ObjectStore, "before", mock.Mock(side_effect=[None, Killed])), pytest.raises(Killed):
+        io.remove_checkpoint(path)
+    assert not is_folder(path) and keys(path)
+    io.remove_checkpoint(path)
+    assert not keys(bucket(tmp_path / "b"))
+
+
+def test_ranges_are_read_and_large_writes_are_cut(tmp_path: Path) -> None:
+    path, value = f"{bucket(tmp_path / 'b')}/a.ckpt", torch.arange(12 * 2**20)
+    writes, ranges = [], []
+    from tests import object_store
+
+    upload, fetch = object_store._Object._upload_chunk, object_store._Object._fetch_range
+
+    def noting_upload(self: Any, final: bool = False) -> bool:
+        writes.append(self.buffer.getbuffer().nbytes)
+        return upload(self, final)
+
+    def noting_fetch(self: Any, start: int, end: int) -> bytes:
+        ranges.append(end - start)
+        return fetch(self, start, end)
+
+    with mock.patch.object(object_store._Object, "_upload_chunk", noting_upload):
+        save_folder({"state_dict": {"w": value}}, {}, path)
+    assert len(writes) > 6 and max(writes) <= 17 * 2**20
+    tensor = ShardedFolder(path).tensor("state_dict.w")
+    with mock.patch.object(object_store._Object, "_fetch_range", noting_fetch):
+        assert torch.equal(tensor.read(5_000_000, 5_000_100), value[5_000_000:5_000_100])
+    assert sum(ranges) < 8 * 2**20
+
+
+def test_a_damaged_object_and_other_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"{bucket(tmp_path / 'b')}/a.ckpt"
+    save(path, 1.0)
+    (file,) = (tmp_path / "b").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert verify.main([path]) == 1 and "damaged" in capsys.readouterr().out
+    file.write_bytes(data[:100])
+    with pytest.raises(ValueError, match=f"store://.*{file.name.rpartition('__')[2]}: this file of it has 100 bytes"):
+        ShardedFolder(path)
+    (tmp_path / "b" / "a.ckpt%2Fnotes.txt").write_text("mine")
+    with pytest.raises(IsADirectoryError, match=r"other things in it \(notes.txt\)"):
+        save(path, 2.0)
