@@ -34,18 +34,18 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 41_420,
+    "lines of the package": 41_660,
     "lines of the engine": 11_530,
     "files of the engine": 42,
     "lines of the longest file": 641,
-    "lines of tests": 42_250,
+    "lines of tests": 42_700,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 55,
     "private names of Lightning": 11,
     "keys of zero": 41,
     "public members of the strategy": 12,
     "public members of Engine": 17,
-    "words of README and docs": 26_620,
+    "words of README and docs": 26_990,
     "calls of a step": 1_590,
     "files of a step": 30,
     "changes of file in a step": 840,
