@@ -35,7 +35,7 @@ LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
     "lines of the package": 41_660,
-    "lines of the engine": 11_530,
+    "lines of the engine": 11_540,
     "files of the engine": 42,
     "lines of the longest file": 641,
     "lines of tests": 42_700,

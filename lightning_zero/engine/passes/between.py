@@ -54,7 +54,8 @@ class Between:
         in_run: All ranks run the same code, that of a Trainer's run or of Fabric: uses are allowed.
         shown: Units whose parameters show masters, in the order of their first use.
         memory: Of buckets of shown units, and of buckets of which some rank holds views.
-        rounded: In a run, buckets that stay gathered in fewer bits than their masters have.
+        rounds: In a run, whether passes compute in fewer bits than some masters have.
+        rounded: In a run, buckets that stay gathered in such fewer bits.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Between:
         self.memory: dict[Bucket, _Memory] = {}
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.rounded: list[Bucket] = []
-        self.in_run = self._rounds = False
+        self.in_run = self.rounds = False
         self._thread = 0  # that runs hooks
 
     def begin_run(self) -> None:
@@ -79,15 +80,16 @@ class Between:
         """Refuse uses from now on: ranks may go different ways. Follows :meth:`close`. Sends no message."""
         self.forget()
         self.pass_begins()
-        self.in_run, self.rounded = False, []
+        self.in_run = False
+        self.plans_changed()
 
     def takes_calls(self, device: torch.device) -> bool:
         """Return whether a call of a module outside of steps must see masters: one outside of autocast has inputs of
         their dtype, which a pass does not compute in."""
-        return self._rounds and self.in_run and not torch.is_autocast_enabled(device.type)
+        return self.rounds and not torch.is_autocast_enabled(device.type)
 
     def plans_changed(self) -> None:
-        self._rounds = any(bucket.dtypes.compute != bucket.dtypes.master for bucket in self._unit_of)
+        self.rounds = self.in_run and any(b.dtypes.compute != b.dtypes.master for b in self._unit_of)
         self.rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
 
     def pass_begins(self) -> None:

@@ -366,7 +366,7 @@ class Passes:
         """Open a pass if none is open, and gather ``unit`` before its module's forward."""
         self.forget_failed()
         if self._open.key is None:
-            if self._scope is None and self.between.takes_calls(self.comm.device):
+            if self._scope is None and self.between.rounds and self.between.takes_calls(self.comm.device):
                 if unit not in self.between.shown:
                     self.between.use(unit, "a call", self.hooks.running)
                 return
