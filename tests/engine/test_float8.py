@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -144,18 +145,22 @@ def test_a_module_on_meta_trains_the_same_and_its_state_loads_into_plain_layers(
 
 
 @needs_torchao
-def test_on_a_gpu_small_layers_stay_and_batches_of_any_size_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_ranks(1)
+def test_on_a_gpu_small_layers_stay_and_batches_of_any_size_are_padded() -> None:
     """A GPU multiplies matrices of multiples of 16; the CPU, which takes all, stands in for it."""
     module = nn.Sequential(nn.Linear(WIDTH, 1040), nn.Linear(1040, WIDTH))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    float8.convert(module, make_config(precision="float8").precision, torch.device("cuda", 0))
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda _: (8, 9)):
+        float8.convert(module, make_config(precision="float8").precision, torch.device("cuda", 0))
     assert in_float8(module) == ["0"]
     sizes: list[int] = []
     multiply = torch._scaled_mm
-    monkeypatch.setattr(
-        torch, "_scaled_mm", lambda a, b, *x, **y: sizes.extend((a.shape[1], *b.shape)) or multiply(a, b, *x, **y)
-    )
-    module(torch.randn(5, WIDTH, requires_grad=True)).sum().backward()
+
+    def noting(a: Tensor, b: Tensor, *more: Any, **settings: Any) -> Tensor:
+        sizes.extend((a.shape[1], *b.shape))
+        return multiply(a, b, *more, **settings)
+
+    with mock.patch.object(torch, "_scaled_mm", noting):
+        module(torch.randn(5, WIDTH, requires_grad=True)).sum().backward()
     assert len(sizes) == 9 and not any(size % 16 for size in sizes)
 
 
