@@ -66,7 +66,7 @@ PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 smoke: $(STAMP) ## one test of each part, in 45 seconds
 	$(PYTEST) -m smoke $$(grep -rl --include='test_*.py' mark.smoke tests) $(ARGS)
 
-test: $(STAMP) ## one case of each subject, in nine minutes
+test: $(STAMP) ## one case of each subject, in ten minutes
 	$(PYTEST) --durations=20 --cpu-minutes=18 $(ARGS)
 
 test-full: $(STAMP) ## all cases that make test leaves out, in an hour or more

@@ -194,8 +194,8 @@ class PieceMemory:
 
 @dataclass(frozen=True)
 class NarrowStep:
-    """One optimizer step of ``run`` [n], a slice of the masters, with ``grad`` [n]. ``names``: those
-    of ``state`` that are in bf16. ``step``: the number of the step, from 1.
+    """One optimizer step of ``run`` [n], a slice of the masters, with ``grad`` [n]. ``names``: those of ``state`` that
+    are in bf16. ``step``: the number of the step, from 1.
 
     ``factor``: a 0-d tensor, by which copies of the gradients are multiplied, not ``grad`` itself; None: no factor.
     ``rounding``: (index of the run's first element, salt), to round bf16 masters stochastically; None: to nearest.

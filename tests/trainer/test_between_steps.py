@@ -243,6 +243,23 @@ def test_views_follow_weights_over_a_change_of_the_stage(tmp_path: Path) -> None
     assert_as(*runs, "zero3")
 
 
+class CopiesInSteps(Uses):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.noted.append(("step", copies(self)))
+        self.blocks.load_state_dict(copy.deepcopy(self.blocks.state_dict()))
+
+
+@on_ranks(2)
+def test_steps_copy_weights_where_these_are_the_masters(tmp_path: Path) -> None:
+    expected, *found = (
+        fit(row if row == "ddp" else strategy_of(row), tmp_path, seeded(lambda: CopiesInSteps(None, ())), count=12)
+        for row in ("ddp", "zero1", "zero0")
+    )
+    for run in found:
+        assert_as(run, expected, "in a step")
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

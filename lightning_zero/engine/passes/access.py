@@ -399,14 +399,13 @@ class Fence:
 
     def refuse(self, what: str, *, converts: bool = False) -> None:
         """Raise a RuntimeError if ``what``, a use of the module (``state_dict()``, say), would see placeholders."""
-        if self._lowered or (not converts and self._in_run() and not self._in_pass()):
+        if self._lowered or self.is_plain:
             return
-        plain = (
-            what == "state_dict()"
-            and not self._in_pass()
-            and all(bucket.plan.params_are_masters for bucket in self._buckets)
-        )
-        if plain or self.is_plain:
+        in_pass = self._in_pass()
+        # In a pass, all of a module is there only where it stays gathered, in as many bits as the masters have.
+        if not converts and self._in_run() and not (in_pass and any(b.reshards or b.rounds for b in self._buckets)):
+            return
+        if what == "state_dict()" and not in_pass and all(b.plan.params_are_masters for b in self._buckets):
             return
         raise RuntimeError(
             f"{what} of a sharded module would read or write placeholders instead of parameters. Use "

@@ -352,6 +352,7 @@ class Passes:
         self.config = config
         self.order.plans_changed()
         self.between.plans_changed()
+        self.after_step.plans_changed()
         self.reducer.plans_changed()
         self.saved.plans_changed()
 

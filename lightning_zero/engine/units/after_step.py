@@ -178,6 +178,13 @@ class AfterStep:
         """Note who shares the memory of synced parameters. Called before users' code can keep views of it."""
         self._references = {bucket: self._referring(bucket) for bucket in self._numbers if bucket.gathers_after_step}
 
+    def plans_changed(self) -> None:
+        """Count who shares the memory of parameters that are synced from now on, as :meth:`count_references` does."""
+        known = self._references
+        self.count_references()
+        self._references |= {bucket: n for bucket, n in known.items() if bucket in self._references}
+        self._viewed &= self._references.keys()
+
     def step_begins(self) -> None:
         """Note of which synced parameters users' code keeps views."""
         self._viewed = {bucket for bucket, known in self._references.items() if self._referring(bucket) > known}
