@@ -63,6 +63,26 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
+class RunningTime:
+    """Counts the seconds in which this process runs. A job that a scheduler suspends, or a process that a debugger
+    holds, must not find other ranks late when it goes on.
+
+    A thread calls this object every few seconds. A time of more than ``pause_s`` seconds between two calls was a pause.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+        self._last = time.monotonic(), 0.0  # the last call, and the seconds of all pauses until then
+
+    def __call__(self) -> float:
+        last, pauses = self._last
+        now = time.monotonic()
+        if now - last > self._pause_s:
+            pauses += now - last
+        self._last = now, pauses  # as a whole: other threads call too
+        return now - pauses
+
+
 @dataclass(frozen=True, slots=True)
 class _Who:
     host: str
@@ -77,8 +97,10 @@ class Peers:
     """Tells through the store which ranks of a group are gone. ``store``: a connection on which no call blocks long.
     ``every_s``: seconds from one call of :meth:`answer` to the next, on each rank."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, world_size: int, every_s: float) -> None:
-        self._store, self._prefix, self._every_s = store, prefix, every_s
+    def __init__(
+        self, store: Any, prefix: str, rank: int, world_size: int, every_s: float, running_s: RunningTime
+    ) -> None:
+        self._store, self._prefix, self._every_s, self._running_s = store, prefix, every_s, running_s
         self._rank, self._world_size = rank, world_size
         self._own = _Who(socket.gethostname(), os.getpid(), machine())
         self._holder: _Who | None = None
@@ -86,7 +108,7 @@ class Peers:
         self.known: str | None = None  # a sentence about the rank that ended first
         self._round = 0
         self._beats = 0
-        self._heard: tuple[str | None, float] = (None, time.monotonic())  # the next beat, when it came
+        self._heard: tuple[str | None, float] = (None, running_s())  # the next beat, when it came
         self._told = False
         self.misses_neighbour = False  # the next rank has sent no beat for too long
         self.holder_left = False  # rank 0 has said goodbye
@@ -169,7 +191,7 @@ class Peers:
         self._beats += 1
         self._store.set(self._key(f"beat/{self._rank}"), str(self._beats))
         neighbour = (self._rank + 1) % self._world_size
-        beat, now = self._read(f"beat/{neighbour}"), time.monotonic()
+        beat, now = self._read(f"beat/{neighbour}"), self._running_s()
         if beat is not None and beat != self._heard[0]:
             self._heard, self.misses_neighbour = (beat, now), False
         if self.misses_neighbour or now - self._heard[1] < limit_s:

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.ranks import peers as module
-from lightning_zero.ranks.peers import Peers, _Who, is_alive, is_broken_connection
+from lightning_zero.ranks.peers import Peers, RunningTime, _Who, is_alive, is_broken_connection
 
 EVERY_S = 0.05
 
@@ -50,7 +50,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ranks(world: int) -> tuple[Any, list[Peers]]:
     store = dist.HashStore()
-    return store, [Peers(store, "p", rank, world, EVERY_S) for rank in range(world)]
+    return store, [Peers(store, "p", rank, world, EVERY_S, RunningTime(float("inf"))) for rank in range(world)]
 
 
 def test_a_rank_that_does_not_answer_is_named_by_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,19 @@ def test_a_small_agreement_stalls_too() -> None:
                 comm.exchange(1)
         else:
             time.sleep(1.0)
+        comm.waits.close()
+
+
+@on_ranks(2)
+def test_a_job_that_was_suspended_goes_on() -> None:
+    with places_posted_often():
+        comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=1.5)
+        pid = os.getpid()
+        suspend = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {pid}; sleep 3; kill -CONT {pid}"])
+        if comm.rank == 1:
+            time.sleep(1.0)  # is over when the process goes on
+        assert comm.exchange(comm.rank) == [[0, 1]]
+        assert suspend.wait() == 0
         comm.waits.close()
 
 
