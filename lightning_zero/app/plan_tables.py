@@ -174,7 +174,7 @@ def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]
     several = model.limits.micro_batches > 1
     stage_1 = "still whole, and in slices once they are reduced" if several else "in slices, and whole until then"
     return [
-        f"params, grads, optimizer: of one rank, at rest {'between micro-batches' if several else 'before the step'}; "
+        f">: your settings. params, grads, optimizer: of one rank, at rest {'between micro-batches' if several else 'before the step'}; "
         f"h: on the host, d: on disk. At zero1 gradients are {stage_1}.",
         f"peak/host, disk: of all ranks of a host. {activations_line(model, described)} "
         "gathers, reductions: what a rank sends in a step. K, M, G, T: powers of 1024.",
