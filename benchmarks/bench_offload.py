@@ -7,6 +7,7 @@ measured.
 
     python -m benchmarks.bench_offload --nvme /path/on/a/local/disk
     python -m benchmarks.bench_offload --states    # steps with state in fp32 and bf16, by turns
+    python -m benchmarks.bench_offload --batches   # the same samples in a step, in one batch and in several
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import tempfile
 import time
@@ -25,7 +27,7 @@ from torch import nn
 
 from benchmarks import bench
 from benchmarks.rates import disk_rates
-from benchmarks.sides.side import make_adamw
+from benchmarks.sides.side import loss_of, make_adamw
 from lightning_zero.planning.placement import OFFLOADS
 from lightning_zero.settings import Offload
 
@@ -35,6 +37,15 @@ LARGE = {"vocab_size": 8192, "n_layer": 22, "n_head": 16, "d_model": 1024, "bloc
 
 WIDTH, BLOCKS = 2048, 12  # of the model whose optimizer alone is stepped: 50 M parameters
 STATES = ("fp32", "bf16")
+
+WIDE = {"vocab_size": 8192, "n_layer": 10, "n_head": 12, "d_model": 768}  # 77 M parameters
+SAMPLES = 8  # of a step
+BATCHINGS: dict[str, tuple[int, Any]] = {  # samples of a backward, and zero.activation_checkpointing
+    "8 of 1": (1, "blocks"),
+    "2 of 4": (4, "blocks"),
+    "1 of 8": (8, "blocks"),
+    "1 of 8, inputs of blocks on the host": (8, "offload"),
+}
 
 
 class InFiles:
@@ -105,6 +116,39 @@ def states_in_turn(rank: int, world: int, store: str, folder: str, row: str, que
     queue.put(found)
 
 
+def one_batching(rank: int, world: int, store: str, folder: str, way: str, length: int, queue: Any) -> None:
+    """Steps on the same samples with everything in files: seconds of a step, and this process's peak of memory."""
+    import lightning_zero
+    from lightning_zero.models.gpt import GPT
+
+    micro_batch, checkpointing = BATCHINGS[way]
+    model = GPT(**WIDE, block_size=length)
+    offload = {"name": "nvme", "nvme_path": folder}
+    engine = lightning_zero.shard(
+        model,
+        stage=3,
+        offload=offload,
+        activation_checkpointing=checkpointing,
+        device="cpu",
+        unit={"classes": ["Block"]},
+    )
+    optimizer = make_adamw(model)
+    engine.add_optimizer(optimizer)
+    tokens = torch.randint(WIDE["vocab_size"], (SAMPLES, length + 1), generator=torch.Generator().manual_seed(0))
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        for part in tokens.split(micro_batch):
+            (loss_of(model, part, False) * (len(part) / SAMPLES)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.passes.wait_for_all()
+        times.append(time.perf_counter() - started)
+    engine.release()
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    queue.put({"way": way, "length": length, "step_s": round(min(times[1:]), 2), "peak_mib": round(peak_mib)})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", default=tempfile.gettempdir(), help="a folder on a local disk")
@@ -113,12 +157,17 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="the 294 M model too")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--states", action="store_true", help="nothing but zero.optimizer.state_dtype, by turns")
+    parser.add_argument("--batches", action="store_true", help="nothing but a step of 8 samples in 1 to 8 batches")
     args = parser.parse_args()
     print(f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="lightning_zero_bench_", dir=args.nvme) as folder:
         if args.states:
             for row in ("optimizer_nvme", "nvme"):
                 print(json.dumps(bench.launch(states_in_turn, 1, folder, row)), flush=True)
+        elif args.batches:
+            for length in (128, 256):
+                for way in BATCHINGS:
+                    print(json.dumps(bench.launch(one_batching, 1, folder, way, length)), flush=True)
         else:
             rows_in_turn(args, folder)
 

@@ -172,9 +172,10 @@ def _remedy(row: Row, advice: Advice, machine: Machine) -> str:
 def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]:
     """Return the sentences printed below the tables, which explain their columns."""
     several = model.limits.micro_batches > 1
+    when = "between micro-batches" if several else "before the step"
     stage_1 = "still whole, and in slices once they are reduced" if several else "in slices, and whole until then"
     return [
-        f">: your settings. params, grads, optimizer: of one rank, at rest {'between micro-batches' if several else 'before the step'}; "
+        f">: your settings. params, grads, optimizer: of one rank, at rest {when}; "
         f"h: on the host, d: on disk. At zero1 gradients are {stage_1}.",
         f"peak/host, disk: of all ranks of a host. {activations_line(model, described)} "
         "gathers, reductions: what a rank sends in a step. K, M, G, T: powers of 1024.",
