@@ -2,12 +2,11 @@
 
 ``python docs/made.py`` writes the table of settings into ``docs/settings.md``, and the types of keywords into
 ``lightning_zero/settings/keywords.py``. ``mkdocs build`` adds the pages that lie outside of ``docs/``, and a page of
-all error messages.
+the public names.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import enum
 import inspect
@@ -23,6 +22,7 @@ from typing import Any, get_args, get_origin
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for `mkdocs`, which does not look into the current folder
 
+import lightning_zero  # noqa: E402
 from lightning_zero.settings import MIB, ZeroConfig  # noqa: E402
 from lightning_zero.settings.names import ALSO, ROWS  # noqa: E402
 from lightning_zero.settings.values import CONF, NBytes, kinds_of  # noqa: E402
@@ -35,7 +35,7 @@ OTHERS = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
-MESSAGES = "messages.md"
+API = "api.md"
 # Where more is said about a setting, by the beginning of its name.
 MORE = {
     "zero.fingerprint": "monitoring.md#fingerprints-and-steps-that-are-run-again",
@@ -179,31 +179,47 @@ def _filled(line: str) -> str:
     return f"{name}{sign}(\n{inner}\n    )"
 
 
-# -- messages ---------------------------------------------------------------------------------------------------------
+# -- API --------------------------------------------------------------------------------------------------------------
+
+MEMBERS = {"ZeroStrategy": ("export", "restage")}  # whose methods users call
 
 
-def messages() -> str:
-    """Return the page of all messages of errors that users can mend, by the module that raises them."""
-    lines = ["# Every error message", "", "Made from the code. `...` stands for what differs.", ""]
-    for path in sorted((ROOT / "lightning_zero").rglob("*.py")):
-        found = sorted({text for node in ast.walk(ast.parse(path.read_text())) for text in _raised(node)})
-        if found:
-            lines += [f"## `{path.relative_to(ROOT / 'lightning_zero')}`", ""]
-            lines += [f"- `` {text} ``" for text in found] + [""]
+def api() -> str:
+    """Return the page of the public names, from their signatures and docstrings."""
+    lines = [
+        "# API",
+        "",
+        "What `import lightning_zero` offers. The settings are those of [settings.md](settings.md).",
+        "",
+    ]
+    for name in lightning_zero.__all__[1:]:
+        thing = getattr(lightning_zero, name)
+        lines += _entry(f"## {name}", name, thing)
+        for member in MEMBERS.get(name, ()):
+            lines += _entry(f"### {name}.{member}", member, getattr(thing, member))
     return "\n".join(lines)
 
 
-def _raised(node: ast.AST) -> Iterator[str]:
-    """Yield the message of a ``raise`` whose exception is made of a text."""
-    call = node.exc if isinstance(node, ast.Raise) else None
-    if not isinstance(call, ast.Call) or not call.args:
-        return
-    first = call.args[0]
-    if isinstance(first, ast.JoinedStr):
-        parts = [str(part.value) if isinstance(part, ast.Constant) else "..." for part in first.values]
-        yield re.sub(r"\s+", " ", "".join(parts)).strip()
-    elif isinstance(first, ast.Constant) and isinstance(first.value, str) and " " in first.value:
-        yield re.sub(r"\s+", " ", first.value).strip()
+def _entry(heading: str, name: str, thing: Any) -> list[str]:
+    parameters = dict(inspect.signature(thing).parameters)
+    parameters.pop("self", None)
+    if name in ("ZeroStrategy", "ZeroFabricStrategy"):  # whose keywords are those of ZeroConfig
+        named = set(parameters) - {field.name for field in dataclasses.fields(ZeroConfig)} | {"stage", "precision"}
+        parameters = {key: parameter for key, parameter in parameters.items() if key in named}
+        parameters["settings"] = inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD)
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters.values()]
+    shown = str(inspect.Signature(plain)).replace("<factory>", "...")
+    shown = re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", shown)
+    signature = textwrap.fill(f"{name}{shown}", 100, subsequent_indent="    ", break_long_words=False)
+    return [heading, "", "```python", signature, "```", "", _markdown(inspect.getdoc(thing) or ""), ""]
+
+
+def _markdown(text: str) -> str:
+    """Return a docstring as Markdown: its sections as lists, its roles and literals as code."""
+    text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text).replace("``", "`").replace("`None`", "None")
+    text = re.sub(r"^(Args|Attributes|Raises):\n", r"**\1**\n\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^    (\w[\w, ]*): ", r"- `\1`: ", text, flags=re.MULTILINE)
+    return re.sub(r"^        (?=\S)", "    ", text, flags=re.MULTILINE)
 
 
 # -- hooks of MkDocs ----------------------------------------------------------------------------------------------
@@ -215,14 +231,14 @@ def on_files(files: Any, config: Any) -> Any:
 
     for name, source in OTHERS.items():
         files.append(File.generated(config, name, content=_moved((ROOT / source).read_text(), source)))
-    files.append(File.generated(config, MESSAGES, content=messages()))
+    files.append(File.generated(config, API, content=api()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links to files outside of ``docs/`` into links to their pages."""
     name = page.file.src_uri
-    return markdown if name in {*OTHERS, MESSAGES} else _moved(markdown, f"docs/{name}")
+    return markdown if name in {*OTHERS, API} else _moved(markdown, f"docs/{name}")
 
 
 def _moved(text: str, source: str) -> str:

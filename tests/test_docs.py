@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -24,7 +25,7 @@ from lightning_zero.presets import PRESETS
 from lightning_zero.settings import ZeroConfig
 from lightning_zero.settings.python import as_arguments
 from tests.harness import ROOT, run_command
-from tests.structure import count_keys, modules
+from tests.structure import count_keys, modules, nodes
 
 CONF = ROOT / "lightning_zero" / "conf"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -144,17 +145,28 @@ def test_types_of_keywords_are_those_of_the_code() -> None:
     assert made().keywords() == made().KEYWORDS.read_text(), "python docs/made.py writes it"
 
 
+def raised(node: ast.AST) -> Iterator[str]:
+    """The message of a ``raise`` whose exception is made of a text; ``...`` for what is filled in."""
+    call = node.exc if isinstance(node, ast.Raise) else None
+    first = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    if isinstance(first, ast.JoinedStr):
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in first.values)
+    elif isinstance(first, ast.Constant) and isinstance(first.value, str) and " " in first.value:
+        yield first.value
+
+
 def test_every_message_can_name_arguments() -> None:
     """No setting is left as Hydra writes it, and what names arguments stays as it is."""
-    told = [as_arguments(text) for text in re.findall(r"^- `` (.*) ``$", made().messages(), re.MULTILINE)]
+    told = [as_arguments(text) for path in modules() for node in nodes(path.read_text()) for text in raised(node)]
     assert len(told) > 300
     for text in (each for each in told if "this Hydra app" not in each):
         assert not re.search(r"(?<![\w/])zero[./][a-z]", text) and as_arguments(text) == text
 
 
-def test_the_page_of_messages_has_those_of_settings() -> None:
-    page = made().messages()
-    assert len(page.splitlines()) > 300
+def test_the_page_of_the_api_has_all_public_names() -> None:
+    page = made().api()
+    assert all(f"\n## {name}\n" in page for name in lightning_zero.__all__[1:])
+    assert "- `every_n_steps`: optimizer steps between two logs" in page and ":class:" not in page
 
 
 @pytest.mark.full
@@ -164,7 +176,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
         "python", "-m", "mkdocs", "build", "--strict", "-f", "docs/site/mkdocs.yml", "--site-dir", tmp_path, code=0
     )
     pages = {page.name: page.read_text() for page in tmp_path.glob("*.html")}
-    assert {"index.html", "images.html", "messages.html"} <= set(pages)
+    assert {"index.html", "images.html", "api.html"} <= set(pages)
     for name, text in pages.items():
         loaded = re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?(https?://[^ \">]+)", text)
         assert not loaded, f"{name} loads {loaded}"
