@@ -161,7 +161,7 @@ lint: $(DEV_STAMP) ## ruff, mypy, hadolint
 	$(PY) -m mypy
 	$(VENV)/bin/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
 
-format: $(DEV_STAMP) ## let ruff mend what it can
+format: $(DEV_STAMP) ## let ruff fix what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 

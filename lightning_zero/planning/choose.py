@@ -125,7 +125,7 @@ def _reason(chosen: Row, rows: Sequence[Row], usable: Machine, rates: Rates) -> 
     at = " at assumed rates" if rates in (CPU_RATES, GPU_RATES) else ""
     fitting = sum(row.fits for row in rows)
     parts = [
-        f"the fastest of {fitting} rows that fit, of {len(rows)}" if len(rows) > 1 else "the only row to choose from",
+        f"the fastest of {fitting} combinations that fit, of {len(rows)}" if len(rows) > 1 else "the only one to choose",
         f"an expected {seconds_text(chosen.time.seconds)} a step{at}, bound by {chosen.time.binding.replace('_', ' ')}",
     ]
     faster = [r for r in rows if not r.fits and r.time is not None and _rank(r) < _rank(chosen)]
@@ -178,7 +178,7 @@ def _nothing_fits(rows: Sequence[Row], usable: Machine, model: Model, keys: str)
     text = ", ".join(ways[:-1]) + (", or " if len(ways) > 1 else "") + ways[-1]
     device = "" if usable.shared else f"{human_bytes(usable.gpu_memory)} of each GPU, "
     return (
-        f"{keys}: expected a row that fits into {usable.world_size} rank(s) on {usable.nodes} host(s): {device}"
+        f"{keys}: expected a combination that fits into {usable.world_size} rank(s) on {usable.nodes} host(s): {device}"
         f"{human_bytes(usable.host_memory)} of a host's memory, {human_bytes(usable.nvme)} of its disk, got none of "
         f"{len(rows)}: the nearest, {nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, usable)}. "
         f"{text[0].upper()}{text[1:]} (python -m lightning_zero.plan shows all rows)."

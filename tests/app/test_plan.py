@@ -292,7 +292,7 @@ def test_activations_are_in_the_peaks_and_auto_says_what_it_takes(command: Any, 
     split = ("zero.tensor_parallel=2", "machine.gpus=2", "zero.unit.classes=[Linear]")
     assert planned(*GPUS, *split, "zero.activation_checkpointing=blocks")["activations"]["not_known"] is None
     out = command(*GPUS)[1].replace("\n  ", " ")
-    choice = r"^auto takes zero/stage=zero1 zero/offload=none: the fastest of \d+ rows that fit"
+    choice = r"^auto takes zero/stage=zero1 zero/offload=none: the fastest of \d+ combinations that fit"
     assert re.search(choice, out, re.MULTILINE), out
     assert re.search(r"The largest micro-batch that fits: \d+ sample\(s\) a rank\.$", out, re.MULTILINE)
 

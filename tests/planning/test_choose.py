@@ -88,7 +88,7 @@ def test_auto_chooses_the_fastest_row_that_fits(of: Model, machine: Machine) -> 
         choice = choose_row(of, machine, CANDIDATES, rates)
     except ConfigError as error:
         assert not any(row.fits for row in rows)
-        assert "expected a row that fits" in str(error) and "got none of" in str(error)
+        assert "expected a combination that fits" in str(error) and "got none of" in str(error)
         return
     again = plan_row(of, choice.row.stage, choice.row.offload, machine, OffloadConfig(), rates)
     assert choice.row.fits and again.fits
@@ -106,7 +106,7 @@ def test_the_error_says_what_is_missing_and_what_to_change() -> None:
     with pytest.raises(ConfigError) as raised:
         choose_row(model(10**6, 1000), Machine(1, 10**6, 10**6, 0), CANDIDATES, GPU_RATES)
     text = str(raised.value)
-    assert "zero/stage and zero/offload: expected a row that fits into 1 rank(s) on 1 host(s)" in text
+    assert "zero/stage and zero/offload: expected a combination that fits into 1 rank(s) on 1 host(s)" in text
     for part in ("got none of", "data.batch_size", "zero.activation_checkpointing=blocks", "zero.offload.nvme_path"):
         assert part in text
 

@@ -247,7 +247,7 @@ def test_resumed_run_decides_its_row_anew(form: str, tmp_path: Path) -> None:
 @pytest.mark.sample
 @on_ranks(1, 2)
 def test_run_that_fits_nowhere_or_cannot_be_planned_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    nowhere = pytest.raises(ConfigError, match="expected a row that fits into .*, got none of .* Use more")
+    nowhere = pytest.raises(ConfigError, match="expected a combination that fits into .*, got none of .* Use more")
     with room(1000), nowhere:
         fit_auto(tmp_path)
     broken = mock.patch.object(auto_row, "model_of", side_effect=KeyError("a bug"))
