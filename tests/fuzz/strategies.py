@@ -26,12 +26,12 @@ def _mostly(first: Any, *others: Any) -> SearchStrategy[Any]:
 
 
 NODES = st.recursive(
-    st.builds(p.Node, kind=st.sampled_from(list(LEAVES)), n=st.integers(0, 3), frozen=_rarely()),
+    st.builds(p.Node, kind=st.sampled_from(list(LEAVES)), n=st.integers(0, 3), frozen=_rarely(), zeroed=_rarely()),
     lambda nodes: st.builds(
         p.Node,
         kind=st.sampled_from(list(MIXES)),
         children=st.lists(nodes, min_size=1, max_size=3).map(tuple),
-        n=st.integers(0, 2),
+        n=st.integers(0, 3),
         frozen=_rarely(12),
     ),
     max_leaves=4,
@@ -44,6 +44,7 @@ MODELS = st.builds(
     head=st.sampled_from(["none", "linear", "tied"]),
     output=_mostly(*CONTAINERS),
     input_grad=_rarely(3),
+    teacher=_mostly("none", "frozen", "no_grad", "trained"),
     seed=st.integers(0, 3),
 )
 
@@ -68,7 +69,8 @@ STEP = st.builds(
 SELDOM = st.one_of(
     st.builds(p.Freeze, part=PARTS, thaw=st.booleans()),
     st.builds(p.AddGroup),
-    st.builds(p.ChangeRate),
+    st.builds(p.ChangeRate, by_rank=_rarely()),
+    st.builds(p.Renew, how=st.sampled_from(["same", "new", "old"])),
     st.builds(p.SyncBuffers),
     st.builds(p.Save),
     st.builds(p.Load),
@@ -90,7 +92,10 @@ SELDOM = st.one_of(
     st.builds(p.Raise, where=st.sampled_from(["forward", "backward"]), part=PARTS, alone=_rarely(20)),
     st.sampled_from(sorted(OFFLOADS)).flatmap(
         lambda stage: st.builds(
-            p.Reshard, stage=st.just(stage), offload=_mostly(*OFFLOADS[stage], "none"), keep=st.booleans()
+            p.Reshard,
+            stage=st.just(stage),
+            offload=_mostly(*OFFLOADS[stage], "none"),
+            optimizer=st.sampled_from(["loaded", "new", "same"]),
         )
     ),
     st.builds(p.Use, how=st.sampled_from(["read", "in place", "data", "assign", "load", "copy", "keep"])),
@@ -157,6 +162,9 @@ def programs(draw: DrawFn) -> p.Program:
         world=world,
         optimizer=draw(_mostly(*OPTIMIZERS)),
         left_out=draw(st.sampled_from([0, 0, 1, 3])),
+        follows=draw(st.sampled_from(["lerp", "copy", "data", "ema", "foreach", "load"])),
+        every=draw(st.integers(1, 3)),
+        syncs=draw(st.booleans()),
         looks=draw(st.booleans()),
     )
     return _comparable(program)
