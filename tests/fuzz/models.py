@@ -23,7 +23,7 @@ from tests.fuzz.programs import Model, Node
 from tests.models import Does
 
 ROWS, TOKENS, WIDTH = 3, 5, 6
-LATE = 3  # the number of the forward after which some writes begin
+LATE = 2  # the number of the forward after which some writes begin
 VOCABULARY = 7
 
 

@@ -118,7 +118,7 @@ class Passes:
         )
         self.fence = Fence(
             [b for unit in self.units for b in unit.buckets],
-            in_pass=lambda: self.key is not None,
+            in_pass=self._in_pass,
             in_run=lambda: self.between.in_run,
         )
         self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
@@ -499,6 +499,10 @@ class Passes:
                 self.leave()
             finally:
                 self.look = None
+
+    def _in_pass(self) -> bool:
+        self.forget_failed()
+        return self.key is not None
 
     def forget_failed(self) -> None:
         """Abort the open pass if an exception has ended a plain ``loss.backward()``."""
