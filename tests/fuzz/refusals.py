@@ -90,7 +90,8 @@ REFUSALS = (
         _walks_again,
     ),
     Refusal(
-        r"RuntimeError: one of the variables needed for gradient computation has been modified",
+        r"RuntimeError: (one of the variables needed for gradient computation has been modified"
+        r"|.*: assigned between a forward that used the parameter and its backward)",
         "the values of before, which the backward needs, are overwritten",
         _replaces_values,
     ),
