@@ -117,9 +117,7 @@ class Passes:
             self.units, self.comm, self.writes, most_bytes=self.order.prefetch_bytes, settle=self._settle
         )
         self.fence = Fence(
-            [b for unit in self.units for b in unit.buckets],
-            in_pass=self._in_pass,
-            in_run=lambda: self.between.in_run,
+            [b for unit in self.units for b in unit.buckets], in_pass=self._in_pass, in_run=lambda: self.between.in_run
         )
         self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
         self.hooks = Hooks(self)
