@@ -223,7 +223,8 @@ class Reshard(Action):
 
 
 class Renew(Action):
-    """As at the begin of a fit: the optimizer is the "same" object, a "new" one, or the "old" one of before that."""
+    """As at the begin of a fit: the optimizer is the "same" object, a "new" one, one of an "other" class, or the "old"
+    one of before that."""
 
     how: str = "same"
 

@@ -116,6 +116,7 @@ class Interpreter:
         self._waits = False  # gradients of backwards inside no_sync have not been reduced
         self._settings = program.settings
         self._scopes = 0  # that are open
+        self._is_open = False  # a pass is: no backward has followed the last forward
 
     def run(self) -> Trace:
         try:
@@ -208,6 +209,7 @@ class Interpreter:
         with self.side.scope() if action.scoped or action.penalty else contextlib.nullcontext():
             loss = self._compute(action.part, slope=action.slope, penalty=action.penalty)
         self._note("loss", {"": loss})
+        self._is_open = True
         if not action.dropped:
             self._losses.append(loss)
 
@@ -215,7 +217,7 @@ class Interpreter:
         if not self._losses:
             return
         losses = self._losses if action.separately else [torch.stack(self._losses).sum()]
-        self._losses = []
+        self._losses, self._is_open = [], False
         for loss in losses:
             for again in range(1 + action.twice):
                 last = again == action.twice and loss is losses[-1]
@@ -263,7 +265,8 @@ class Interpreter:
         if teacher is None or self._steps % self.program.every:
             return
         own, others = self._floating(teacher), self._floating(student)
-        if how == "load" and not self._scopes:
+        is_loaded = how == "load" and not self._scopes and not self._is_open
+        if is_loaded:
             teacher.load_state_dict(student.state_dict())
         elif how == "foreach" and own:
             torch._foreach_lerp_(own, others, 0.5)
@@ -274,7 +277,7 @@ class Interpreter:
                 param.mul_(0.5).add_(other, alpha=0.5)
             elif how == "lerp":
                 param.lerp_(other, 0.5)
-            elif how == "copy" or (how == "load" and self._scopes):
+            elif how == "copy" or (how == "load" and not is_loaded):
                 param.copy_(other)
 
     def _StepWithClosure(self, action: p.StepWithClosure) -> None:
@@ -342,7 +345,7 @@ class Interpreter:
 
     @torch.no_grad()
     def _Use(self, action: p.Use) -> None:
-        if self._losses:  # a pass is open
+        if self._losses or (self._is_open and action.how in ("load", "copy")):
             return
         if action.how == "load":
             state = copy.deepcopy(self.side.module.state_dict())
@@ -425,6 +428,8 @@ class Interpreter:
 
     def _Renew(self, action: p.Renew) -> None:
         self.side.renew(action.how)
+        if action.how in ("other", "old"):  # of another class, perhaps
+            self._saved = None
 
     def _Scope(self, action: p.Scope) -> None:
         place = self.trace.where

@@ -115,6 +115,9 @@ class Side:
     def renew(self, how: str) -> None:
         if how == "new":
             self._old, self.optimizer = self.optimizer, _like(self.optimizer, self.optimizer.param_groups)
+        elif how == "other":
+            kind = "adamw" if isinstance(self.optimizer, torch.optim.SGD) else "sgd"
+            self._old, self.optimizer = self.optimizer, OPTIMIZERS[kind](self.stepped())
         elif how == "old" and self._old is not None:
             self._old, self.optimizer = self.optimizer, self._old
 

@@ -70,7 +70,7 @@ SELDOM = st.one_of(
     st.builds(p.Freeze, part=PARTS, thaw=st.booleans()),
     st.builds(p.AddGroup),
     st.builds(p.ChangeRate, by_rank=_rarely()),
-    st.builds(p.Renew, how=st.sampled_from(["same", "new", "old"])),
+    st.builds(p.Renew, how=st.sampled_from(["same", "new", "other", "old"])),
     st.builds(p.SyncBuffers),
     st.builds(p.Save),
     st.builds(p.Load),
