@@ -97,6 +97,15 @@ def test_an_exception_is_followed_by_a_clean_step(stages: tuple[int, ...], where
 
 
 @on_ranks(2)
+def test_in_a_run_a_module_has_a_state_dict_after_a_backward_that_raised_unnoticed() -> None:
+    with Sharded(Model(), stage=3, plain=True) as side:
+        side.engine.passes.between.begin_run()
+        expected = side.engine.state_dict(only_rank_0=False)
+        raise_in_backward(side, 0)
+        assert_equal(dict(side.module.state_dict()), dict(expected))
+
+
+@on_ranks(2)
 @IN_STAGES
 def test_a_backward_takes_no_gradients_of_one_that_failed_unnoticed(stages: tuple[int, ...]) -> None:
     """Its graph was made before: no forward comes in between."""

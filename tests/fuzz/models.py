@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,7 @@ from tests.fuzz.programs import Model, Node
 from tests.models import Does
 
 ROWS, TOKENS, WIDTH = 3, 5, 6
+LATE = 2  # the number of the forward after which some writes begin
 VOCABULARY = 7
 
 
@@ -46,6 +48,10 @@ class Part(nn.Module):
         if node.children:
             self.parts = nn.ModuleList(make(child, rank) for child in node.children)
         self.fill()
+        if node.zeroed:
+            linears = [m for m in self.modules() if isinstance(m, nn.Linear) and "weight" in m._parameters]
+            for linear in linears[-1:]:
+                nn.init.zeros_(linear.weight)
         if node.frozen:
             self.requires_grad_(False)
 
@@ -230,19 +236,19 @@ class KeepsALoss(Part):
 
 
 class Clamped(Part):
-    """Keeps its weights small whenever it is called."""
+    """Keeps its weights small whenever it is called, or from a later call on."""
 
     def fill(self) -> None:
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         weight = self.linear.weight
-        if self.n % 3 == 0:
+        if self.n == 0:
             with torch.no_grad():
                 weight.clamp_(-0.3, 0.3)
-        elif self.n % 3 == 1:
+        elif self.n == 1 or (self.n == 3 and number > LATE):
             weight.data.clamp_(-0.3, 0.3)
-        else:
+        elif self.n == 2:
             # Not an inference tensor: torch refuses to thaw a parameter that holds one, and the engine copies it.
             with torch.inference_mode(False):
                 weight.data = weight.detach().clamp(-0.3, 0.3)
@@ -250,7 +256,7 @@ class Clamped(Part):
 
 
 class Statistics(Part):
-    """Buffers of its own: written to in place, or replaced."""
+    """Buffers of its own: written to in place, replaced, or written through ``.data``, from the begin or later."""
 
     def fill(self) -> None:
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -264,9 +270,12 @@ class Statistics(Part):
             with torch.no_grad():
                 if self.n == 0:
                     self.mean.lerp_(mean, 0.1)
-                else:
+                elif self.n == 1:
                     self.mean = 0.9 * self.mean + 0.1 * mean
-            self.count += 1
+                elif self.n == 2 or number > LATE:
+                    self.mean.data.lerp_(mean, 0.1)
+            if self.n < 2:
+                self.count += 1
         return x - self.mean.clone().to(x.dtype)
 
 
@@ -469,12 +478,14 @@ class Shared(Mix):
 
 
 class Hooked(Mix):
-    """Hooks of the user's own, on its parts and on what they return."""
+    """Hooks of the user's own, on its parts, on modules inside of them, and on what they return."""
 
     def fill(self) -> None:
         for part in self.parts:
-            if self.n == 0:
-                part.register_forward_hook(lambda m, args, out: out * 1.5)
+            if self.n == 3:
+                [*part.modules()][-1].register_forward_hook(_louder)
+            elif self.n == 0:
+                part.register_forward_hook(_louder)
                 part.register_forward_pre_hook(lambda m, args: (args[0] + 1, *args[1:]))
             elif self.n == 1:
                 part.register_forward_hook(_scales_gradients)
@@ -485,6 +496,10 @@ class Hooked(Mix):
         return super().forward(x, number) + 0
 
 
+def _louder(module: nn.Module, args: Any, output: Any) -> Tensor | None:
+    return output * 1.5 if isinstance(output, Tensor) else None
+
+
 def has_history(tensor: Tensor) -> bool:
     """Whether a hook can be put on it. torch 2.13 crashes if a view that was changed in place was not asked before."""
     return tensor.grad_fn is not None
@@ -493,6 +508,17 @@ def has_history(tensor: Tensor) -> bool:
 def _scales_gradients(module: nn.Module, args: Any, output: Tensor) -> None:
     if has_history(output):
         output.register_hook(lambda grad: grad * 0.5)
+
+
+class Stores(Mix):
+    """Hooks of the user's own on the tensors that its parts save for the backward."""
+
+    def call(self, part: nn.Module, x: Tensor, number: int) -> Tensor:
+        with save_on_cpu() if self.n == 1 else saved_tensors_hooks(self._pack, lambda t: t):
+            return part(x, number)
+
+    def _pack(self, t: Tensor) -> Tensor:
+        return t if self.n == 0 or (self.n == 2 and isinstance(t, nn.Parameter)) else t.clone()
 
 
 class ChangesItsInput(Mix):
@@ -542,14 +568,23 @@ class Tree(nn.Module):
         self.output = spec.output
         self.embed = nn.Embedding(VOCABULARY, WIDTH) if spec.tokens else None
         self.body = nn.ModuleList(make(node, rank) for node in spec.body)
+        self.trained = spec.teacher == "trained"
+        self.teacher = None if spec.teacher == "none" else make(spec.body[0], rank)
+        if self.teacher is not None and spec.teacher == "frozen":
+            self.teacher.requires_grad_(False)
         self.head = nn.Linear(WIDTH, VOCABULARY) if spec.head != "none" else None
         if spec.head == "tied" and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
 
     def forward(self, batch: Tensor, number: int) -> Any:
         x = batch if self.embed is None else self.embed(batch)
+        taught: Any = 0
+        if self.teacher is not None:
+            with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
+                taught = 0.1 * self.teacher(x + 0, number)
         for part in self.body:
             x = part(x, number)
+        x = x + taught
         return into(self.output, x if self.head is None else self.head(x))
 
     def take_losses(self) -> list[Tensor]:

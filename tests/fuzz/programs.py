@@ -21,12 +21,14 @@ class Data:
 
 
 class Node(Data):
-    """A part of a model, of a kind of models.py; ``n`` chooses among its variants; ``frozen``: without gradients."""
+    """A part of a model, of a kind of models.py; ``n`` chooses among its variants; ``frozen``: without gradients;
+    ``zeroed``: the weight of its last linear layer starts as zeros."""
 
     kind: str
     children: tuple[Node, ...] = ()
     n: int = 0
     frozen: bool = False
+    zeroed: bool = False
 
 
 class Model(Data):
@@ -36,6 +38,8 @@ class Model(Data):
         head: "none", "linear", or "tied": the weight of the embedding is used again.
         output: the container that the model returns its result in.
         input_grad: the input requires a gradient (where it is not tokens).
+        teacher: "none", or a part like the first one, that follows it: "frozen", "no_grad" (its parameters require
+            gradients that they do not get) or "trained".
     """
 
     body: tuple[Node, ...]
@@ -43,6 +47,7 @@ class Model(Data):
     head: str = "none"
     output: str = "tensor"
     input_grad: bool = False
+    teacher: str = "none"
     seed: int = 0
 
 
@@ -189,7 +194,10 @@ class AddGroup(Action):
 
 
 class ChangeRate(Action):
+    """``by_rank``: ranks above 0 keep theirs, and a backward follows, which tells."""
+
     factor: float = 0.5
+    by_rank: bool = False
 
 
 class SyncBuffers(Action):
@@ -206,11 +214,19 @@ class Raise(Action):
 
 
 class Reshard(Action):
-    """Release the module, look at it, and shard it again; the optimizer's state goes along if ``keep``."""
+    """Release the module, look at it, and shard it again. Its ``optimizer`` is the "same" object, or another one, into
+    which the state is "loaded", or a "new" one."""
 
     stage: int = 3
     offload: str = "none"
-    keep: bool = True
+    optimizer: str = "loaded"
+
+
+class Renew(Action):
+    """As at the begin of a fit: the optimizer is the "same" object, a "new" one, one of an "other" class, or the "old"
+    one of before that."""
+
+    how: str = "same"
 
 
 class Scope(Action):
@@ -224,6 +240,9 @@ class Program(Data):
     Attributes:
         optimizer: a name of ``sides.OPTIMIZERS``.
         left_out: how many parameters the optimizer does not have before AddGroup.
+        follows: how the teacher is written to: "lerp", "copy", "data", "ema", "foreach" or "load" (between steps).
+        every: after so many steps.
+        syncs: all compute with rank 0's buffers, from before every step on, as in a Trainer.
         looks: compare gradients, parameters and state at every step; else at the end only, because looking settles
             what is under way.
     """
@@ -234,6 +253,9 @@ class Program(Data):
     world: int = 2
     optimizer: str = "sgd"
     left_out: int = 0
+    follows: str = "lerp"
+    every: int = 1
+    syncs: bool = False
     looks: bool = True
 
     def everything(self) -> list[Action]:

@@ -48,6 +48,12 @@ def _walks_again(program: Program) -> bool:
 
 REFUSALS = (
     Refusal(
+        r"ConfigError: param group \d+ of optimizer 0: expected one lr on all ranks, got \S+ on rank 0 "
+        r"and \S+ on rank [1-9]",
+        "each rank would step its shards with its own",
+        lambda program: any(isinstance(a, p.ChangeRate) and a.by_rank for a in program.everything()),
+    ),
+    Refusal(
         r"ConfigError: (zero\.offload\.host_budget|offload\['host_budget'\]): rank \d+ needs",
         "auto splits the optimizer before it knows it, as one with two tensors of state: amsgrad has three",
         lambda program: program.settings.offload == "auto" and program.optimizer == "amsgrad",
@@ -84,7 +90,8 @@ REFUSALS = (
         _walks_again,
     ),
     Refusal(
-        r"RuntimeError: one of the variables needed for gradient computation has been modified",
+        r"RuntimeError: (one of the variables needed for gradient computation has been modified"
+        r"|.*: assigned between a forward that used the parameter and its backward)",
         "the values of before, which the backward needs, are overwritten",
         _replaces_values,
     ),

@@ -112,9 +112,11 @@ class Interpreter:
         self._inputs: list[Tensor] = []
         self._saved: Any = None
         self._kept: list[Tensor] = []  # views of parameters that were made between steps
-        self._number = 0  # of forwards so far
+        self._number = self._steps = 0  # of forwards and steps so far
         self._waits = False  # gradients of backwards inside no_sync have not been reduced
         self._settings = program.settings
+        self._scopes = 0  # that are open
+        self._is_open = False  # a pass is: no backward has followed the last forward
 
     def run(self) -> Trace:
         try:
@@ -202,9 +204,12 @@ class Interpreter:
     # -- actions ------------------------------------------------------------------------------------------------------
 
     def _Forward(self, action: p.Forward) -> None:
+        if self.program.syncs and not self._losses:
+            self.side.sync_buffers()
         with self.side.scope() if action.scoped or action.penalty else contextlib.nullcontext():
             loss = self._compute(action.part, slope=action.slope, penalty=action.penalty)
         self._note("loss", {"": loss})
+        self._is_open = True
         if not action.dropped:
             self._losses.append(loss)
 
@@ -212,7 +217,7 @@ class Interpreter:
         if not self._losses:
             return
         losses = self._losses if action.separately else [torch.stack(self._losses).sum()]
-        self._losses = []
+        self._losses, self._is_open = [], False
         for loss in losses:
             for again in range(1 + action.twice):
                 last = again == action.twice and loss is losses[-1]
@@ -242,6 +247,7 @@ class Interpreter:
         if action.clip and not bad:
             self._note("norm", {"": self.side.clip(action.clip)})
         self.side.step()
+        self._follow()
         if not (action.late and self.program.torch_tells_of_changes):
             self._losses.clear()
         if bad:
@@ -250,6 +256,29 @@ class Interpreter:
             self.side.zero_grad(set_to_none=action.zero == "none")
         if self.program.looks:
             self._look("after")
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """The teacher follows its student."""
+        teacher, student, how = self.side.module.teacher, self.side.module.body[0], self.program.follows
+        self._steps += 1
+        if teacher is None or self._steps % self.program.every:
+            return
+        own, others = self._floating(teacher), self._floating(student)
+        is_loaded = how == "load" and not self._scopes and not self._is_open
+        if is_loaded:
+            teacher.load_state_dict(student.state_dict())
+        elif how == "foreach" and own:
+            torch._foreach_lerp_(own, others, 0.5)
+        for param, other in zip(own, others, strict=True):
+            if how == "data":
+                param.data.lerp_(other.data, 0.5)
+            elif how == "ema":
+                param.mul_(0.5).add_(other, alpha=0.5)
+            elif how == "lerp":
+                param.lerp_(other, 0.5)
+            elif how == "copy" or (how == "load" and not is_loaded):
+                param.copy_(other)
 
     def _StepWithClosure(self, action: p.StepWithClosure) -> None:
         def closure() -> None:
@@ -264,6 +293,7 @@ class Interpreter:
         self._losses.clear()
         self._reduce()
         self.side.step(closure)
+        self._follow()
         self.side.zero_grad()
         if self.program.looks:
             self._look("after")
@@ -315,7 +345,7 @@ class Interpreter:
 
     @torch.no_grad()
     def _Use(self, action: p.Use) -> None:
-        if self._losses:  # a pass is open
+        if self._losses or (self._is_open and action.how in ("load", "copy")):
             return
         if action.how == "load":
             state = copy.deepcopy(self.side.module.state_dict())
@@ -350,7 +380,10 @@ class Interpreter:
 
     def _ChangeRate(self, action: p.ChangeRate) -> None:
         for group in self.side.optimizer.param_groups:
-            group["lr"] *= action.factor
+            group["lr"] *= 1.0 if action.by_rank and dist.get_rank() else action.factor
+        if action.by_rank:
+            self._Forward(p.Forward(scoped=True))
+            self._Backward(p.Backward())
 
     def _SyncBuffers(self, action: p.SyncBuffers) -> None:
         self.side.sync_buffers()
@@ -391,13 +424,20 @@ class Interpreter:
         self._losses.clear()
         self._waits = False
         self._settings = dataclasses.replace(self._settings, stage=action.stage, offload=action.offload)
-        self.side.reshard(self._settings, keep=action.keep)
+        self.side.reshard(self._settings, action.optimizer)
+
+    def _Renew(self, action: p.Renew) -> None:
+        self.side.renew(action.how)
+        if action.how in ("other", "old"):  # of another class, perhaps
+            self._saved = None
 
     def _Scope(self, action: p.Scope) -> None:
         place = self.trace.where
+        self._scopes += 1
         with self.side.scope():
             for i, inner in enumerate(action.actions):
                 self._do(f"{place}, {i}", inner)
+        self._scopes -= 1
 
 
 def _wide(tensor: Tensor) -> Tensor:

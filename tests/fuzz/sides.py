@@ -74,7 +74,7 @@ class Side:
     - ``scope``: around a step; ``shown``: inside, parameters (default: all) hold whole values, and their gradients if
       ``grads``.
     - ``backward``, ``step``, ``scale``, ``clip``, ``zero_grad``, ``save``, ``load``, ``sync_buffers`` and ``close``.
-    - ``reshard``: with the optimizer's state if ``keep``.
+    - ``reshard`` and ``renew``, with the same optimizer or another one.
 
     Attributes:
         module: as it is used in forwards.
@@ -86,6 +86,7 @@ class Side:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self._old: Optimizer | None = None
         self.reduces = program.settings.stage >= 2
 
     def make_optimizer(self) -> Optimizer:
@@ -110,6 +111,15 @@ class Side:
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def renew(self, how: str) -> None:
+        if how == "new":
+            self._old, self.optimizer = self.optimizer, _like(self.optimizer, self.optimizer.param_groups)
+        elif how == "other":
+            kind = "adamw" if isinstance(self.optimizer, torch.optim.SGD) else "sgd"
+            self._old, self.optimizer = self.optimizer, OPTIMIZERS[kind](self.stepped())
+        elif how == "old" and self._old is not None:
+            self._old, self.optimizer = self.optimizer, self._old
 
     def forget_grads(self) -> None:
         """Of all parameters, those that no optimizer has too."""
@@ -222,11 +232,11 @@ class Twin(Side):
             dist.broadcast(_flat(buffer), 0)
             increment_version(buffer)  # which gloo does not, and DDP does
 
-    def reshard(self, settings: Settings, *, keep: bool) -> None:
+    def reshard(self, settings: Settings, optimizer: str) -> None:
         self.forget_grads()
         self.sync_buffers()  # sharding does
         self.reduces = settings.stage >= 2
-        if not keep:
+        if optimizer == "new":
             self.optimizer = _like(self.optimizer, self.optimizer.param_groups)
 
     def close(self) -> None:
@@ -306,7 +316,11 @@ class Ours(Side):
     def sync_buffers(self) -> None:
         self.engine.passes.buffers.sync()
 
-    def reshard(self, settings: Settings, *, keep: bool) -> None:
+    def renew(self, how: str) -> None:
+        super().renew(how)
+        self.engine.renew_optimizers(lambda: [self.optimizer])
+
+    def reshard(self, settings: Settings, optimizer: str) -> None:
         state = state_dicts.optimizer_state(self.engine, self.optimizer, only_rank_0=False)
         groups = list(map(dict, self.optimizer.param_groups))
         self.engine.release()
@@ -314,9 +328,10 @@ class Ours(Side):
             assert not {"forward", "_apply"} & vars(module).keys(), f"release() has left something on {module}"
         self.reduces = settings.stage >= 2
         self.engine = self._shard(settings)
-        self.optimizer = _like(self.optimizer, groups)
+        if optimizer != "same":
+            self.optimizer = _like(self.optimizer, groups)
         self.engine.add_optimizer(self.optimizer)
-        if keep:
+        if optimizer == "loaded":
             state_dicts.load_optimizer_state(self.engine, self.optimizer, state)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from lightning_zero.settings import allowed_rows
 from tests.fuzz import programs as p
 from tests.fuzz.models import CONTAINERS, LEAVES, MIXES, class_names
-from tests.fuzz.sides import OPTIMIZERS
+from tests.fuzz.sides import AUTOCAST, OPTIMIZERS
 
 PARTS = st.integers(0, 3)
 
@@ -26,12 +26,12 @@ def _mostly(first: Any, *others: Any) -> SearchStrategy[Any]:
 
 
 NODES = st.recursive(
-    st.builds(p.Node, kind=st.sampled_from(list(LEAVES)), n=st.integers(0, 3), frozen=_rarely()),
+    st.builds(p.Node, kind=st.sampled_from(list(LEAVES)), n=st.integers(0, 3), frozen=_rarely(), zeroed=_rarely()),
     lambda nodes: st.builds(
         p.Node,
         kind=st.sampled_from(list(MIXES)),
         children=st.lists(nodes, min_size=1, max_size=3).map(tuple),
-        n=st.integers(0, 2),
+        n=st.integers(0, 3),
         frozen=_rarely(12),
     ),
     max_leaves=4,
@@ -44,6 +44,7 @@ MODELS = st.builds(
     head=st.sampled_from(["none", "linear", "tied"]),
     output=_mostly(*CONTAINERS),
     input_grad=_rarely(3),
+    teacher=_mostly("none", "frozen", "no_grad", "trained"),
     seed=st.integers(0, 3),
 )
 
@@ -68,7 +69,8 @@ STEP = st.builds(
 SELDOM = st.one_of(
     st.builds(p.Freeze, part=PARTS, thaw=st.booleans()),
     st.builds(p.AddGroup),
-    st.builds(p.ChangeRate),
+    st.builds(p.ChangeRate, by_rank=_rarely()),
+    st.builds(p.Renew, how=st.sampled_from(["same", "new", "other", "old"])),
     st.builds(p.SyncBuffers),
     st.builds(p.Save),
     st.builds(p.Load),
@@ -90,7 +92,10 @@ SELDOM = st.one_of(
     st.builds(p.Raise, where=st.sampled_from(["forward", "backward"]), part=PARTS, alone=_rarely(20)),
     st.sampled_from(sorted(OFFLOADS)).flatmap(
         lambda stage: st.builds(
-            p.Reshard, stage=st.just(stage), offload=_mostly(*OFFLOADS[stage], "none"), keep=st.booleans()
+            p.Reshard,
+            stage=st.just(stage),
+            offload=_mostly(*OFFLOADS[stage], "none"),
+            optimizer=st.sampled_from(["loaded", "new", "same"]),
         )
     ),
     st.builds(p.Use, how=st.sampled_from(["read", "in place", "data", "assign", "load", "copy", "keep"])),
@@ -157,6 +162,9 @@ def programs(draw: DrawFn) -> p.Program:
         world=world,
         optimizer=draw(_mostly(*OPTIMIZERS)),
         left_out=draw(st.sampled_from([0, 0, 1, 3])),
+        follows=draw(st.sampled_from(["lerp", "copy", "data", "ema", "foreach", "load"])),
+        every=draw(st.integers(1, 3)),
+        syncs=draw(st.booleans()),
         looks=draw(st.booleans()),
     )
     return _comparable(program)
@@ -181,6 +189,9 @@ def _comparable(program: p.Program) -> p.Program:
     # A recomputation takes the new values, torch's own checkpoints too.
     if kinds & CHANGES_BUFFERS or _writes_before_a_backward(actions):
         settings = replace(settings, recompute="none")
+    # Called outside of a step before any unit, a part computes with masters, and in the backward again in few bits.
+    if settings.precision in AUTOCAST and "Checkpointed" in kinds:
+        actions = tuple(replace(a, scoped=True) if isinstance(a, p.Forward) else a for a in actions)
     if program.raises_alone or program.ranks_differ:
         program = replace(program, model=replace(program.model, body=_unwatched(program.model.body)))
         classes = tuple("Line" if name == "Clamped" else name for name in settings.classes)

@@ -117,9 +117,7 @@ class Passes:
             self.units, self.comm, self.writes, most_bytes=self.order.prefetch_bytes, settle=self._settle
         )
         self.fence = Fence(
-            [b for unit in self.units for b in unit.buckets],
-            in_pass=lambda: self.key is not None,
-            in_run=lambda: self.between.in_run,
+            [b for unit in self.units for b in unit.buckets], in_pass=self._in_pass, in_run=lambda: self.between.in_run
         )
         self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
         self.hooks = Hooks(self)
@@ -499,6 +497,10 @@ class Passes:
                 self.leave()
             finally:
                 self.look = None
+
+    def _in_pass(self) -> bool:
+        self.forget_failed()
+        return self.key is not None
 
     def forget_failed(self) -> None:
         """Abort the open pass if an exception has ended a plain ``loss.backward()``."""
