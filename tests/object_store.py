@@ -5,6 +5,7 @@ each process. An object is a file whose name is the quoted key."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from collections.abc import Callable
@@ -50,7 +51,9 @@ class ObjectStore(AbstractFileSystem):
                 below = key.removeprefix(prefix).lstrip("/").partition("/")
                 name = f"{path}/{below[0]}" if below[0] else path
                 kind = "directory" if below[1] else "file"
-                if kind == "file" or name not in found:
+                if kind == "directory" and name in found:
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     stat = entry.stat()
                     found[name] = {"name": name, "size": stat.st_size, "type": kind, "mtime": stat.st_mtime}
             self.dircache[path] = list(found.values())

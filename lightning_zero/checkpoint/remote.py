@@ -119,3 +119,11 @@ def place(path: str | os.PathLike[str] | RemotePath) -> Place:
     if get_protocol(text) != "file":
         return RemotePath(text)
     return Path(url_to_fs(text)[0]._strip_protocol(text) if "://" in text else text)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` is a local folder, or one with an index in an object store. Only such a folder can be a
+    sharded checkpoint."""
+    if isinstance(found := place(path), RemotePath):
+        return not str(path).startswith("http") and (found / INDEX).is_file()
+    return found.is_dir()

@@ -32,6 +32,7 @@ from tests.trainer.test_checkpoint_io import job_named
 from tests.trainer.toys import (
     Dropping,
     Lit,
+    Odd,
     Samples,
     assert_weights,
     fit,
@@ -93,6 +94,35 @@ def test_a_rank_that_is_stopped_leaves_the_older_checkpoint(background: bool, tm
             again.fit(seeded(Lit), loader(), ckpt_path=path)
         dist.barrier()
         assert_weights(loaded_weights(path, sharded(), tmp_path, Lit()), of.weights, tolerance=0)
+
+
+@on_ranks(2)
+def test_a_folder_loads_without_a_trainer(tmp_path: Path) -> None:
+    address = f"{bucket(tmp_path / 'b')}/a.ckpt"
+    of = fit(sharded(), tmp_path, seeded(lambda: Odd(width=8)), max_epochs=1)
+    for path in (tmp_path / "a.ckpt", address):
+        of.trainer.save_checkpoint(path)
+        for given in ({}, {"map_location": "cpu"}):
+            module = Odd.load_from_checkpoint(path, lr=0.5, **given)
+            assert_weights(module.state_dict(), of.weights, tolerance=0)
+            assert module.hparams["width"] == 8 and module.hparams["lr"] == 0.5
+    dist.barrier()
+
+
+@pytest.mark.full
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_last_is_found_in_an_object_store(form: str, tmp_path: Path) -> None:
+    root, losses = bucket(tmp_path / "b"), []
+    whole = fit("zero3", tmp_path, max_epochs=3, limit_val_batches=0)
+    for epochs in (1, 2, 3):
+        saves: dict[str, Any] = {"callbacks": [ModelCheckpoint(save_last=True)], "enable_checkpointing": True}
+        strategy = toys.strategy_of("zero3", checkpoint=form)
+        of = fit(strategy, root, max_epochs=epochs, limit_val_batches=0, ckpt_path="last", **saves)
+        losses += of.losses
+    assert losses == pytest.approx(whole.losses, rel=1e-5)
+    assert {key.partition("/")[2].partition("/")[0] for key in keys(root)} == {"last.ckpt", "epoch=2-step=18.ckpt"}
+    dist.barrier()
 
 
 def start(run_dir: Path, kill: tuple[int, int] | None, background: bool) -> None:
