@@ -68,7 +68,6 @@ class ObjectStore(AbstractFileSystem):
         return datetime.datetime.fromtimestamp(found["mtime"], datetime.UTC)
 
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, **kwargs: Any) -> Any:
-        kwargs.pop("autocommit", None)
         return _Object(self, path, mode, block_size or 5 * 2**20, **kwargs)
 
     def _rm(self, path: str) -> None:
@@ -101,11 +100,17 @@ class _Object(AbstractBufferedFile):
     def _upload_chunk(self, final: bool = False) -> bool:
         with self._parts.open("ab") as file:
             file.write(self.buffer.getbuffer())
-        if final:
-            type(self.fs).before("complete", self.path)
-            self.fs.invalidate_cache()
-            os.replace(self._parts, self.fs._file(self.path))
+        if final and self.autocommit:
+            self.commit()
         return True
+
+    def commit(self) -> None:
+        type(self.fs).before("complete", self.path)
+        self.fs.invalidate_cache()
+        os.replace(self._parts, self.fs._file(self.path))
+
+    def discard(self) -> None:
+        self._parts.unlink()
 
 
 fsspec.register_implementation("store", ObjectStore, clobber=True)

@@ -14,9 +14,10 @@ A killed save leaves objects that no index names. The next save to the same addr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,11 @@ class RemotePath:
         if mode == "rb":
             return fs.open(key, mode, block_size=_MIB)
         return _Upload(fs.open(key, mode, block_size=_MIB * max(16, nbytes // _MIB // _PARTS)))
+
+    def upload(self, write: Callable[[Any], Any], nbytes: int) -> None:
+        """Let ``write`` write about ``nbytes`` bytes to the file, which appears at the end, or not at all."""
+        with self._place[0].transaction, contextlib.closing(self.open("wb", nbytes)) as file:
+            write(file)
 
 
 class _Upload:
