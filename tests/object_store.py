@@ -70,6 +70,11 @@ class ObjectStore(AbstractFileSystem):
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, **kwargs: Any) -> Any:
         return _Object(self, path, mode, block_size or 5 * 2**20, **kwargs)
 
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        with self._file(path).open("rb") as file:
+            file.seek(start or 0)
+            return file.read(-1 if end is None else end - (start or 0))
+
     def _rm(self, path: str) -> None:
         type(self).before("remove", self._strip_protocol(path))
         self.invalidate_cache()
