@@ -32,7 +32,7 @@ def python(code: str, folder: Path) -> list[str]:
 
 @pytest.mark.full
 def test_import_is_light(tmp_path: Path) -> None:
-    heavy = "torch", "lightning", "hydra", "omegaconf", "numpy"
+    heavy = "torch", "lightning", "hydra", "omegaconf", "numpy", "fsspec", "psutil", "safetensors"
     code = f"import sys, lightning_zero; print([m for m in {heavy} if m in sys.modules])"
     assert python(code, tmp_path) == ["[]"]
 
