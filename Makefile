@@ -33,7 +33,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 DOCS_STAMP := $(VENV)/.installed-docs-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train smoke test test-full test-extras test-cuda test-field test-slurm docs mutants fuzz bench bench-offload bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
+.PHONY: help install train smoke test test-full test-extras test-s3 test-cuda test-field test-slurm docs mutants fuzz bench bench-offload bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -79,6 +79,12 @@ EXTRA_TESTS := tests/engine/test_float8.py tests/engine/test_low_bit_classes.py 
 test-extras: $(STAMP) ## 4-bit weights, 8-bit optimizers and float8, whose libraries take 50 MB to download
 	$(PY) -m pip install -q --no-deps --upgrade --target $(EXTRAS) 'bitsandbytes>=0.50' 'torchao>=0.18'
 	PYTHONPATH=$(EXTRAS) $(PYTEST) --tier=all $(EXTRA_TESTS) -k 'float8 or packed or qlora' $(ARGS)
+
+S3 := $(abspath $(VENV))/s3
+
+test-s3: $(STAMP) ## checkpoints on a server that speaks S3, whose libraries take 95 MB of disk
+	@test -d $(S3)/moto || $(PY) -m pip install -q --disable-pip-version-check --no-compile --target $(S3) 's3fs>=2026.9' 'moto[s3]>=5.2' flask-cors
+	PYTHONPATH=$(S3) $(PYTEST) --tier=all tests/trainer/test_s3.py $(ARGS)
 
 mutants: $(STAMP) ## break the package in 60 places and see whether a test fails, in an hour
 	$(PY) -m tests.mutants $(ARGS)

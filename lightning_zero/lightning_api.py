@@ -93,6 +93,7 @@ PrefetchDataFetcher = pl.loops.fetchers._PrefetchDataFetcher
 TrainingEpochLoop = pl.loops.training_epoch_loop._TrainingEpochLoop
 NoOptimizer = pl.core.optimizer._MockOptimizer
 init_process_group = fabric.utilities.distributed._init_dist_connection
+checkpoint_folder: Any = ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir  # type: ignore[attr-defined]
 reduce_tensor = fabric.utilities.distributed._sync_ddp_if_available
 
 

@@ -5,6 +5,7 @@ each process. An object is a file whose name is the quoted key."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from collections.abc import Callable
@@ -50,7 +51,9 @@ class ObjectStore(AbstractFileSystem):
                 below = key.removeprefix(prefix).lstrip("/").partition("/")
                 name = f"{path}/{below[0]}" if below[0] else path
                 kind = "directory" if below[1] else "file"
-                if kind == "file" or name not in found:
+                if kind == "directory" and name in found:
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     stat = entry.stat()
                     found[name] = {"name": name, "size": stat.st_size, "type": kind, "mtime": stat.st_mtime}
             self.dircache[path] = list(found.values())
@@ -65,8 +68,12 @@ class ObjectStore(AbstractFileSystem):
         return datetime.datetime.fromtimestamp(found["mtime"], datetime.UTC)
 
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, **kwargs: Any) -> Any:
-        kwargs.pop("autocommit", None)
         return _Object(self, path, mode, block_size or 5 * 2**20, **kwargs)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        with self._file(path).open("rb") as file:
+            file.seek(start or 0)
+            return file.read(-1 if end is None else end - (start or 0))
 
     def _rm(self, path: str) -> None:
         type(self).before("remove", self._strip_protocol(path))
@@ -98,11 +105,17 @@ class _Object(AbstractBufferedFile):
     def _upload_chunk(self, final: bool = False) -> bool:
         with self._parts.open("ab") as file:
             file.write(self.buffer.getbuffer())
-        if final:
-            type(self.fs).before("complete", self.path)
-            self.fs.invalidate_cache()
-            os.replace(self._parts, self.fs._file(self.path))
+        if final and self.autocommit:
+            self.commit()
         return True
+
+    def commit(self) -> None:
+        type(self.fs).before("complete", self.path)
+        self.fs.invalidate_cache()
+        os.replace(self._parts, self.fs._file(self.path))
+
+    def discard(self) -> None:
+        self._parts.unlink()
 
 
 fsspec.register_implementation("store", ObjectStore, clobber=True)

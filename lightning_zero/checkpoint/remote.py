@@ -14,9 +14,12 @@ A killed save leaves objects that no index names. The next save to the same addr
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +29,7 @@ from fsspec.utils import get_protocol  # type: ignore[import-untyped]
 
 INDEX = ".metadata"  # of a checkpoint folder
 _MIB = 2**20
+_BLOCKS = 32  # of an open file that are kept
 _PARTS = 5000  # of an upload; S3 allows 10,000
 
 
@@ -87,11 +91,54 @@ class RemotePath:
             path.unlink()
 
     def open(self, mode: str, nbytes: int = 0) -> Any:
-        """Open the file to read ranges, or to upload about ``nbytes`` bytes: it appears at its close."""
+        """Open the file to read ranges, small ones by blocks that are kept; or to upload about ``nbytes`` bytes. An
+        uploaded file appears at its close."""
         fs, key = self._place
         if mode == "rb":
-            return fs.open(key, mode, block_size=_MIB)
+            size, blocks = int(fs.size(key)), lru_cache(_BLOCKS)(lambda n: _read(fs, key, n * _MIB, (n + 1) * _MIB))
+
+            def fetch(low: int, high: int) -> bytes:
+                if high - low > _MIB:
+                    return _read(fs, key, low, high)
+                start = low // _MIB
+                return b"".join(map(blocks, range(start, -(-high // _MIB))))[low - start * _MIB : high - start * _MIB]
+
+            return Ranges(fetch, size)
         return _Upload(fs.open(key, mode, block_size=_MIB * max(16, nbytes // _MIB // _PARTS)))
+
+    def upload(self, write: Callable[[Any], Any], nbytes: int) -> None:
+        """Let ``write`` write about ``nbytes`` bytes to the file, which appears at the end, or not at all."""
+        with self._place[0].transaction, contextlib.closing(self.open("wb", nbytes)) as file:
+            write(file)
+
+
+def _read(fs: Any, key: str, low: int, high: int) -> bytes:
+    return bytes(fs.cat_file(key, start=low, end=high))
+
+
+class Ranges(io.RawIOBase):
+    """A readable file of ``length`` bytes. ``fetch`` returns those from a first byte to a last one, in one request."""
+
+    def __init__(self, fetch: Callable[[int, int], bytes], length: int) -> None:
+        self._fetch, self._length, self._place = fetch, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
+        self._place = max(0, base + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = max(0, min(len(buffer), self._length - self._place))
+        data = self._fetch(self._place, self._place + wanted) if wanted else b""
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
 
 
 class _Upload:
@@ -119,3 +166,11 @@ def place(path: str | os.PathLike[str] | RemotePath) -> Place:
     if get_protocol(text) != "file":
         return RemotePath(text)
     return Path(url_to_fs(text)[0]._strip_protocol(text) if "://" in text else text)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` is a local folder, or one with an index in an object store. Only such a folder can be a
+    sharded checkpoint."""
+    if isinstance(found := place(path), RemotePath):
+        return not str(path).startswith("http") and (found / INDEX).is_file()
+    return found.is_dir()

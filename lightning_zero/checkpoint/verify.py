@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -60,13 +61,13 @@ def _comparisons(path: Place) -> Iterator[Callable[[], Report]]:
             for record in records_of(file):
                 yield partial(_compare, file, record)
         return
-    seen: set[tuple[str, int]] = set()  # tied parameters are in the index several times
     index = read_index(path)
-    for where, info in index.storage_data.items():
-        if (key := (info.relative_path, info.offset)) not in seen:
-            seen.add(key)
-            with (path / info.relative_path).open("rb") as file:
-                yield partial(_all_of, f"{info.relative_path}: {where.fqn}", Slice(file, info.offset, info.length))
+    # Tied parameters are in the index several times.
+    parts = {(info.relative_path, info.offset): (where, info) for where, info in index.storage_data.items()}
+    for name, of_file in itertools.groupby(sorted(parts), key=lambda part: part[0]):
+        with (path / name).open("rb") as file:
+            for where, info in map(parts.__getitem__, of_file):
+                yield partial(_all_of, f"{name}: {where.fqn}", Slice(file, info.offset, info.length))
     with (path / extra_of(index)).open("rb") as file:
         yield partial(_all_of, extra_of(index), file)
 

@@ -111,28 +111,30 @@ def _noted(run_dir: Path) -> str | None:
         return None
 
 
-def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0) -> Path | str | None:
+def newest_checkpoint(
+    folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0, names: str = "*.ckpt"
+) -> Path | str | None:
     """Return the last complete checkpoint written after ``since_ns`` (nanoseconds of the epoch); None if none was.
-    ``folders`` may be remote addresses; then so may be the result."""
+    ``folders`` may be remote addresses; then so may be the result. ``names``: a pattern for the checkpoint's name."""
     found: dict[Path | str, int] = {}
     for folder in folders:
         if "://" in str(folder):
-            found |= {url: written for url, written in _remote_checkpoints(str(folder)) if written >= since_ns}
+            found |= {url: written for url, written in _remote_checkpoints(str(folder), names) if written >= since_ns}
             continue
-        for path in Path(folder).glob("*.ckpt"):
+        for path in Path(folder).glob(names):
             real = path.resolve()  # last.ckpt is a link, which a killed process may have left broken
             if _whole(real) and (written := real.stat().st_mtime_ns) >= since_ns:
                 found[real] = written
     return max(found, key=lambda path: (found[path], str(path).rpartition("/")[2]), default=None)
 
 
-def _remote_checkpoints(folder: str) -> Iterator[tuple[str, int]]:
+def _remote_checkpoints(folder: str, names: str) -> Iterator[tuple[str, int]]:
     """Yield the address of each complete checkpoint in ``folder``, and when it was written."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     fs, root = url_to_fs(folder)
     fs.invalidate_cache()  # a listing from before
-    for path in fs.glob(f"{root}/*.ckpt"):
+    for path in fs.glob(f"{root}/{names}"):
         last = f"{path}/.metadata" if fs.isfile(f"{path}/.metadata") else path  # the part that is written last
         if last == path:
             if not fs.isfile(path):

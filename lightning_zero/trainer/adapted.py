@@ -1,6 +1,7 @@
 """Change what Lightning's objects do where Lightning has no hook: give a run's objects subclasses with our methods.
 
 This list (class, our file, methods) is complete for Lightning 2.6.6. Lightning's own classes stay as they are.
+(``registration.py`` replaces a function: what reads the file for ``load_from_checkpoint``.)
 
 ::
 

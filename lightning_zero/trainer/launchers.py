@@ -34,12 +34,15 @@ from lightning_zero.lightning_api import (
     ClusterEnvironment,
     ForkedResult,
     ForkingLauncher,
+    ModelCheckpoint,
     ScriptLauncher,
     TrainerFn,
+    checkpoint_folder,
     is_local,
     pl,
     rank_zero_only,
 )
+from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.settings import CheckpointFormat, ConfigError, names_arguments
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
 from lightning_zero.trainer.saves.job_checkpoints import in_own_job
@@ -113,6 +116,7 @@ class StartLauncher(ScriptLauncher):
                 _check_folders(trainer)
             if not self.cluster_environment.creates_processes_externally:
                 _check_checkpoint(trainer, function, args, kwargs)
+            args, kwargs = _with_last(trainer, function, args, kwargs)
         with _names_as_given(trainer), in_own_job(trainer) if trainer is not None else contextlib.nullcontext():
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -122,6 +126,7 @@ class ForkLauncher(Forking, ForkingLauncher):
         if trainer is not None:
             _check_folders(trainer)
             _check_checkpoint(trainer, function, args, kwargs)
+            args, kwargs = _with_last(trainer, function, args, kwargs)
         module = trainer.lightning_module if trainer is not None else None
         engine = engine_of(module) if module is not None else None
         if engine is not None:
@@ -199,6 +204,19 @@ def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: A
             f"ckpt_path: expected a checkpoint, got {str(path)!r}: there is nothing. Give another path, or make the "
             "file before the call, not in prepare_data or setup."
         )
+
+
+def _with_last(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of ``function`` with an address in place of ``ckpt_path="last"`` if a ModelCheckpoint saves
+    to an object store, where Lightning finds nothing and so begins anew."""
+    given = inspect.signature(function).bind(*args, **kwargs)
+    if given.arguments.get("ckpt_path") == "last":
+        saves = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        folders = [checkpoint_folder(callback, trainer) for callback in saves]
+        if any(isinstance(place(folder), RemotePath) for folder in folders):
+            names = f"{saves[0].CHECKPOINT_NAME_LAST}*{saves[0].FILE_EXTENSION}"
+            given.arguments["ckpt_path"] = str(newest_checkpoint(folders, names=names) or "last")
+    return given.args, given.kwargs
 
 
 def _refuse_fork(trains: bool) -> None:

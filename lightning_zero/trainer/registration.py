@@ -1,4 +1,5 @@
 """Register the presets (``zero3``, ...) as names of strategies when Lightning is imported, or now if it already is.
+In the same way ``load_from_checkpoint`` learns to load folders (``zero/checkpoint=sharded``).
 
 Each has an alias (``ddp_zero3``, ...) for packages that ask whether a strategy is DDP, by its name or its class.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 import warnings
 from collections.abc import Container, Sequence
@@ -28,11 +30,12 @@ _REGISTRIES = {
     "lightning.fabric.strategies": _FABRIC,
     "lightning_fabric.strategies": _FABRIC,
 }
+_LOADERS = ("lightning.pytorch.core.saving", "pytorch_lightning.core.saving")  # of load_from_checkpoint
 
 
 def register_presets() -> None:
     """Register every preset in Lightning's registries of strategies, now or when Lightning is imported."""
-    for name in _REGISTRIES:
+    for name in (*_REGISTRIES, *_LOADERS):
         if name in sys.modules:
             _fill(sys.modules[name])
     if not any(isinstance(finder, _Registration) for finder in sys.meta_path):
@@ -40,7 +43,10 @@ def register_presets() -> None:
 
 
 def _fill(module: ModuleType) -> None:
-    """Register the presets that are not yet in the registry of ``module``."""
+    """Register the presets that are not yet in the registry of ``module``, or let ``module`` load folders."""
+    if module.__name__ in _LOADERS:
+        module.pl_load = partial(_load, module.pl_load)  # type: ignore[attr-defined]
+        return
     registry: Any = getattr(module, _REGISTRIES[module.__name__][0])
     for preset, row in PRESETS.items():
         text = f"ZeRO: stage={row.stage}, offload={row.offload}, start_method={row.start_method}"
@@ -81,8 +87,19 @@ def _make_strategy(module: str, name: str) -> Any:
     )
 
 
+def _load(theirs: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Return the checkpoint for ``load_from_checkpoint``, which gives it to ``theirs``, unless it is a folder."""
+    from lightning_zero.checkpoint.remote import is_folder
+
+    if not isinstance(path, str | os.PathLike) or not is_folder(path):
+        return theirs(path, map_location=map_location, weights_only=weights_only)
+    from lightning_zero.trainer.saves.sharded_checkpoints import read_module
+
+    return read_module(path, map_location, weights_only)
+
+
 class _Registration(MetaPathFinder):
-    """Import hook that registers the presets when a module of Lightning that has a registry is imported."""
+    """Import hook that registers the presets when a module of Lightning that has a registry is imported, or loads."""
 
     def __init__(self) -> None:
         self._finding = False
@@ -90,7 +107,7 @@ class _Registration(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if self._finding or fullname not in _REGISTRIES:
+        if self._finding or fullname not in (*_REGISTRIES, *_LOADERS):
             return None
         self._finding = True
         try:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import verify
+from lightning_zero.checkpoint.remote import is_folder
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
-from lightning_zero.trainer.saves.sharded_checkpoints import is_folder, read
+from lightning_zero.trainer.saves.sharded_checkpoints import read
 from tests.object_store import ObjectStore, bucket, keys
 
 
@@ -81,23 +82,36 @@ def test_ranges_are_read_and_large_writes_are_cut(tmp_path: Path) -> None:
     writes, ranges = [], []
     from tests import object_store
 
-    upload, fetch = object_store._Object._upload_chunk, object_store._Object._fetch_range
+    upload, fetch = object_store._Object._upload_chunk, ObjectStore.cat_file
 
     def noting_upload(self: Any, final: bool = False) -> bool:
         writes.append(self.buffer.getbuffer().nbytes)
         return upload(self, final)
 
-    def noting_fetch(self: Any, start: int, end: int) -> bytes:
-        ranges.append(end - start)
-        return fetch(self, start, end)
+    def noting_fetch(self: Any, *args: Any, **kwargs: Any) -> bytes:
+        data = fetch(self, *args, **kwargs)
+        ranges.append(len(data))
+        return data
 
     with mock.patch.object(object_store._Object, "_upload_chunk", noting_upload):
         save_folder({"state_dict": {"w": value}}, {}, path)
     assert len(writes) > 6 and max(writes) <= 17 * 2**20
     tensor = ShardedFolder(path).tensor("state_dict.w")
-    with mock.patch.object(object_store._Object, "_fetch_range", noting_fetch):
+    with mock.patch.object(ObjectStore, "cat_file", noting_fetch):
         assert torch.equal(tensor.read(5_000_000, 5_000_100), value[5_000_000:5_000_100])
-    assert sum(ranges) < 8 * 2**20
+        assert sum(ranges) < 8 * 2**20
+        assert torch.equal(tensor.whole(), value) and max(ranges) == 64 * 2**20
+        small = {f"w{number}": torch.full((300, 300), number) for number in range(20)}
+        save_folder({"state_dict": small}, {}, path)
+        ranges.clear()
+        folder = ShardedFolder(path)
+        for name, tensor in small.items():
+            assert torch.equal(folder.tensor(f"state_dict.{name}").whole(), tensor)
+        total = sum(tensor.nbytes for tensor in small.values())
+        assert len(ranges) < len(small) and sum(ranges) < 1.3 * total
+        ranges.clear()
+        assert verify.main([path]) == 0
+    assert len(ranges) < len(small) + 3 and sum(ranges) < 1.3 * total
 
 
 def test_a_damaged_object_and_other_things_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ def python(code: str, folder: Path) -> list[str]:
 
 @pytest.mark.full
 def test_import_is_light(tmp_path: Path) -> None:
-    heavy = "torch", "lightning", "hydra", "omegaconf", "numpy"
+    heavy = "torch", "lightning", "hydra", "omegaconf", "numpy", "fsspec", "psutil", "safetensors"
     code = f"import sys, lightning_zero; print([m for m in {heavy} if m in sys.modules])"
     assert python(code, tmp_path) == ["[]"]
 
@@ -47,6 +47,8 @@ for known in StrategyRegistry, STRATEGY_REGISTRY:
     print(sorted(name for name in known if name.startswith("zero")))
 assert isinstance(StrategyRegistry.get("zero3"), ZeroStrategy) and issubclass(ZeroStrategy, Strategy)
 assert isinstance(STRATEGY_REGISTRY.get("zero3"), ZeroFabricStrategy)
+from {pytorch}.core import saving
+assert saving.pl_load.func.__module__ == "lightning_zero.trainer.registration"
 print([name for name in sys.modules if name.split(".")[0] == "{other}" and sys.modules[name]])
 """
 BOTH_ORDERS = "import lightning_zero, {0}\n", "import {0}, lightning_zero\n"

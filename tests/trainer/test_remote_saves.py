@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,9 +24,10 @@ from lightning_zero.data.resumable import ResumableLoader
 from lightning_zero.ranks import resume
 from lightning_zero.settings import ConfigError
 from lightning_zero.trainer import interruptions
+from lightning_zero.trainer.saves import checkpoint_io, checkpointing
 from lightning_zero.trainer.saves.kept_files import NoteJob
 from lightning_zero.trainer.saves.sharded_checkpoints import read
-from tests import harness
+from tests import harness, object_store
 from tests.harness import Pool, on_ranks
 from tests.object_store import ObjectStore, bucket, keys
 from tests.trainer import toys
@@ -32,6 +35,7 @@ from tests.trainer.test_checkpoint_io import job_named
 from tests.trainer.toys import (
     Dropping,
     Lit,
+    Odd,
     Samples,
     assert_weights,
     fit,
@@ -93,6 +97,70 @@ def test_a_rank_that_is_stopped_leaves_the_older_checkpoint(background: bool, tm
             again.fit(seeded(Lit), loader(), ckpt_path=path)
         dist.barrier()
         assert_weights(loaded_weights(path, sharded(), tmp_path, Lit()), of.weights, tolerance=0)
+
+
+@on_ranks(2)
+def test_a_folder_loads_without_a_trainer(tmp_path: Path) -> None:
+    address = f"{bucket(tmp_path / 'b')}/a.ckpt"
+    of = fit(sharded(), tmp_path, seeded(lambda: Odd(width=8)), max_epochs=1)
+    for path in (tmp_path / "a.ckpt", address):
+        of.trainer.save_checkpoint(path)
+        for given in ({}, {"map_location": "cpu"}):
+            module = Odd.load_from_checkpoint(path, lr=0.5, **given)
+            assert_weights(module.state_dict(), of.weights, tolerance=0)
+            assert module.hparams["width"] == 8 and module.hparams["lr"] == 0.5
+    dist.barrier()
+
+
+@pytest.mark.full
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_last_is_found_in_an_object_store(form: str, tmp_path: Path) -> None:
+    root, losses = bucket(tmp_path / "b"), []
+    whole = fit("zero3", tmp_path, max_epochs=3, limit_val_batches=0)
+    for epochs in (1, 2, 3):
+        saves: dict[str, Any] = {"callbacks": [ModelCheckpoint(save_last=True)], "enable_checkpointing": True}
+        strategy = toys.strategy_of("zero3", checkpoint=form)
+        of = fit(strategy, root, max_epochs=epochs, limit_val_batches=0, ckpt_path="last", **saves)
+        losses += of.losses
+    assert losses == pytest.approx(whole.losses, rel=1e-5)
+    assert {key.partition("/")[2].partition("/")[0] for key in keys(root)} == {"last.ckpt", "epoch=2-step=18.ckpt"}
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_file_is_uploaded_in_parts_where_memory_lacks(tmp_path: Path) -> None:
+    """And not at all if that fails. A save that has no room for whole tensors names the folder."""
+    path = f"{bucket(tmp_path / 'b')}/a.ckpt"
+    of = trainer("zero3", tmp_path, max_epochs=1, limit_train_batches=1)
+    of.fit(seeded(lambda: Lit(width=1024, depth=1)), loader())
+    state = of.strategy.engine.state_dict(only_rank_0=False)  # type: ignore[attr-defined]
+    parts, upload = [], object_store._Object._upload_chunk
+
+    def noting(self: Any, final: bool = False) -> bool:
+        parts.append(self.buffer.getbuffer().nbytes)
+        if failing and len(parts) > 1:
+            raise OSError(5, "planned")
+        return upload(self, final)
+
+    for failing, free in [(False, 2**50), (False, 10 * 2**20), (True, 10 * 2**20)]:
+        parts.clear()
+        with contextlib.ExitStack() as stack:
+            for module in (checkpoint_io, checkpointing):
+                stack.enter_context(mock.patch.object(module, "available_host_memory", return_value=free))
+            stack.enter_context(mock.patch.object(object_store._Object, "_upload_chunk", noting))
+            said = stack.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            if failing:
+                stack.enter_context(pytest.raises(Exception, match="planned"))
+            of.save_checkpoint(path)
+        if dist.get_rank() == 0:
+            assert any("zero/checkpoint=sharded" in str(w.message) for w in said) == (free < 2**50)
+            assert (max(parts) > 2**25) == (free == 2**50)
+        dist.barrier()
+        assert len(list((tmp_path / "b").iterdir())) == 1
+        assert_weights(torch.load(fsspec.open(path).open())["state_dict"], state, tolerance=0)
+    dist.barrier()
 
 
 def start(run_dir: Path, kill: tuple[int, int] | None, background: bool) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_zero.checkpoint.remote import Place, place
+from lightning_zero.checkpoint.remote import Place, Ranges, RemotePath, place
 from lightning_zero.checkpoint.sharded.index import extra_of, read_index, refusal
 from lightning_zero.checkpoint.sharded.items import unflattened
 from lightning_zero.planning.boxes import boxes
@@ -20,31 +21,15 @@ from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.settings import MIB, ConfigError
 
 
-class Slice(io.RawIOBase):
+class Slice(Ranges):
     """A readable view of bytes ``[start, start + length)`` of ``file``."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        self._place = 0
+        def fetch(low: int, high: int) -> bytes:
+            file.seek(start + low)
+            return file.read(high - low)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._length}[whence]
-        self._place = max(0, base + offset)
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = max(0, min(len(buffer), self._length - self._place))
-        self._file.seek(self._start + self._place)
-        data = self._file.read(wanted)
-        buffer[: len(data)] = data
-        self._place += len(data)
-        return len(data)
+        super().__init__(fetch, length)
 
 
 class _Blob(NamedTuple):
@@ -62,6 +47,7 @@ class ShardedFolder:
         self.path = place(path)
         self.index: Metadata = read_index(self.path)
         self.extra = self.path / extra_of(self.index)
+        self._files: dict[str, Any] = {}
         self._blobs: dict[MetadataIndex, _Blob] = {}
         self._tensors: dict[Any, StoredTensor] = {}
 
@@ -91,7 +77,7 @@ class ShardedFolder:
     def value(self, key: str, *, weights_only: bool = True) -> Any:
         """Load the value of ``key``, which is no tensor. Raises pickle.UnpicklingError if it would run code."""
         info = self.index.storage_data[MetadataIndex(key)]
-        with (self.path / info.relative_path).open("rb") as file:
+        with self._opened(self.path / info.relative_path) as file:
             file.seek(info.offset)
             return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=weights_only)
 
@@ -125,18 +111,29 @@ class ShardedFolder:
             memory = target.as_strided((count,), (1,), target.storage_offset())
         else:
             memory = torch.empty(count, dtype=blob.tensor.dtype)
-        with blob.path.open("rb") as file:
+        with self._opened(blob.path) as file:
             file.seek(blob.start + first * memory.itemsize)
             _fill(memory, file, blob.path)
         if not direct:
             target.copy_(memory.as_strided(sizes, strides))
+
+    @contextlib.contextmanager
+    def _opened(self, path: Place) -> Iterator[Any]:
+        """Open a file of the folder. One in an object store stays open, with the blocks that it has read."""
+        if isinstance(path, RemotePath):
+            if path.name not in self._files:
+                self._files[path.name] = path.open("rb")
+            yield self._files[path.name]
+        else:
+            with path.open("rb") as file:
+                yield file
 
     def _blob(self, place: MetadataIndex) -> _Blob:
         if (found := self._blobs.get(place)) is not None:
             return found
         info = self.index.storage_data[place]
         path = self.path / info.relative_path
-        with path.open("rb") as file:
+        with self._opened(path) as file:
             try:
                 view: Any = Slice(file, info.offset, info.length)
                 tensor = torch.load(view, map_location="meta", weights_only=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.remote import INDEX, Place, place
+from lightning_zero.checkpoint.remote import INDEX, Place, is_folder, place
 from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.checkpoint.verify import NOTHING, Report, check
@@ -22,7 +22,7 @@ from lightning_zero.settings import CheckpointFormat, ConfigError
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves.checkpoint_io import load, with_default
 from lightning_zero.trainer.saves.range_saves import RangeSave
-from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, read, refuse_writer
+from lightning_zero.trainer.saves.sharded_checkpoints import divide, read, refuse_writer
 
 _ZIP = b"PK\x03\x04"  # first bytes of a torch.save file
 

@@ -9,6 +9,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -22,20 +23,28 @@ from lightning_zero.checkpoint.remote import RemotePath, place
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.lightning_api import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
+from lightning_zero.planning.memory import SPARE
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.settings import MIB, ConfigError
+from lightning_zero.tiers.limits import available_host_memory
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Writes local files whole or not at all, and other files as Lightning does. ``long_work`` shows the progress."""
+    """Writes local files whole or not at all. Other files as Lightning does, or in parts where memory lacks for that.
+    ``long_work`` shows the progress."""
 
     long_work: LongWork = SILENT
     _looked: frozenset[bool] = frozenset()  # which kinds of files :meth:`look_at` has checked
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None or not is_local(path) or not saves_as_torch():
-            super().save_checkpoint(checkpoint, path, storage_options)
-            if isinstance(found := place(path), RemotePath):
+            found, nbytes = place(path), _nbytes(checkpoint)
+            as_usual = storage_options is not None or not saves_as_torch() or not lacks_memory(2 * nbytes)
+            if isinstance(found, RemotePath) and not as_usual:
+                found.upload(partial(torch.save, checkpoint), nbytes)  # slower than Lightning, which makes two copies
+            else:
+                super().save_checkpoint(checkpoint, path, storage_options)
+            if isinstance(found, RemotePath):
                 found.remove_folder()  # a checkpoint of this name that was one
             return
         name = get_filesystem(path)._strip_protocol(str(path))  # also handles file:///folder/last.ckpt
@@ -101,6 +110,16 @@ def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
                 copy, tensor.storage_offset(), tensor.shape, tensor.stride()
             )
+
+
+def _nbytes(checkpoint: Any) -> int:
+    storages = (t.untyped_storage() for t in find_tensors(checkpoint) if t.layout is torch.strided)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def lacks_memory(nbytes: int) -> bool:
+    """Return whether ``nbytes`` more might be too much for this host."""
+    return nbytes > SPARE * available_host_memory()
 
 
 def writes_files(io: CheckpointIO) -> TypeGuard[ZeroCheckpointIO]:

@@ -7,6 +7,7 @@ Checkpoints also hold the states of all ranks' random number generators, and the
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,9 +41,11 @@ from lightning_zero.lightning_api import (
     pl,
     rank_zero_info,
 )
+from lightning_zero.planning.choose import human_bytes
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.settings import CheckpointFormat
+from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
 from lightning_zero.trainer.processes import Ended
@@ -55,7 +58,14 @@ from lightning_zero.trainer.saves.checkpoint_fits import (
     of_lightning,
     warn_of_overruled,
 )
-from lightning_zero.trainer.saves.checkpoint_io import after_writes, async_writer, remove, wait_for_writes, writes_files
+from lightning_zero.trainer.saves.checkpoint_io import (
+    after_writes,
+    async_writer,
+    lacks_memory,
+    remove,
+    wait_for_writes,
+    writes_files,
+)
 from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.saves.random_numbers import Saved, saved_ranks
 from lightning_zero.trainer.saves.range_saves import RangeSave
@@ -106,6 +116,13 @@ class Checkpoints:
             return sharded_state_dict(engine, trainable_only=without_frozen)
         if self.range_save is not None:
             return self.range_save.module_state()
+        if self._strategy.is_global_zero and lacks_memory(nbytes := _gathered_nbytes(engine)):
+            warnings.warn(
+                f"this save needs {human_bytes(nbytes)} of rank 0's host memory for whole tensors, and "
+                f"{human_bytes(available_host_memory())} are free: the system may end the process. With "
+                "zero/checkpoint=sharded a save needs none, also to an object store.",
+                stacklevel=2,
+            )
         return engine.state_dict(trainable_only=without_frozen)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -374,3 +391,14 @@ class Checkpoints:
             if not Ended.failed:
                 raise
             rank_zero_warn(str(error))  # raising would hide the error that ended the run
+
+
+def _gathered_nbytes(engine: Engine) -> int:
+    """Return the bytes of all masters and optimizer states, whole."""
+    plans = [bucket.plan for bucket in engine.buckets]
+    masters = sum(plan.layout.numel * plan.itemsizes.master for plan in plans)
+    return masters + sum(
+        stepper.states_per_element() * bucket.plan.state_nbytes(bucket.plan.layout.numel)
+        for stepper in engine.optimizers
+        for bucket in stepper.buckets()
+    )

@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from lightning_zero.checkpoint.remote import INDEX, RemotePath, place
+from lightning_zero.checkpoint.remote import RemotePath, place
 from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.engine.whole.held import HELD
@@ -107,14 +108,6 @@ def _has_parts(value: Any) -> bool:
     return isinstance(value, TensorParts | StoredTensor)
 
 
-def is_folder(path: Any) -> bool:
-    """Return whether ``path`` is a local folder, or one with an index in an object store. Only such a folder can be a
-    sharded checkpoint."""
-    if isinstance(found := place(path), RemotePath):
-        return not str(path).startswith("http") and (found / INDEX).is_file()
-    return found.is_dir()
-
-
 def read(
     path: Any, weights_only: bool | None, *, of_trainer: bool = True, long_work: LongWork = SILENT
 ) -> dict[str, Any]:
@@ -137,6 +130,20 @@ def read(
         return checkpoint
     except OSError as error:
         raise OSError(error.errno, f"{path}: the checkpoint could not be read: {error}") from error
+
+
+def read_module(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Return the checkpoint as :func:`read` does, with the values of the module's tensors, for a process that has no
+    Trainer. ``map_location``: a device; the other forms of torch.load's leave all on the CPU, where the values are."""
+    checkpoint = read(path, weights_only)
+    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+    state, made = checkpoint[MODULE], dict[int, Tensor]()
+    for name, value in state.items():
+        if isinstance(value, StoredTensor):  # tied parameters share one
+            state[name] = made.get(id(value))
+            if state[name] is None:
+                state[name] = made[id(value)] = value.whole().to(device)
+    return checkpoint
 
 
 def _values(
