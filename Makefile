@@ -60,6 +60,7 @@ train: $(STAMP) ## the main job: a small GPT on real text under ZeRO stage 3
 
 # Many tests wait, for a process that starts or a timeout, so two at a time are faster also on two cores.
 JOBS ?= $(if $(ARGS),0,2)
+CPU_MINUTES ?= 18
 
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
@@ -67,7 +68,7 @@ smoke: $(STAMP) ## one test of each part, in 45 seconds
 	$(PYTEST) -m smoke $$(grep -rl --include='test_*.py' mark.smoke tests) $(ARGS)
 
 test: $(STAMP) ## one case of each subject, in ten minutes
-	$(PYTEST) --durations=20 --cpu-minutes=18 $(ARGS)
+	$(PYTEST) --durations=20 --cpu-minutes=$(CPU_MINUTES) $(ARGS)
 
 test-full: $(STAMP) ## all cases that make test leaves out, in an hour or more
 	$(PYTEST) --tier=rest --timeout=1800 $(if $(GPU),-m 'not slurm') $(ARGS)
