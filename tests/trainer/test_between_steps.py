@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -17,7 +18,18 @@ from torch import Tensor, nn
 
 import lightning_zero
 from tests.harness import on_ranks
-from tests.trainer.toys import FEATURES, Lit, Run, assert_same, fit, seeded, strategy_of
+from tests.trainer.toys import (
+    FEATURES,
+    Lit,
+    Run,
+    assert_same,
+    assert_weights,
+    fit,
+    loader,
+    seeded,
+    strategy_of,
+    trainer,
+)
 
 HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -258,6 +270,37 @@ def test_steps_copy_weights_where_these_are_the_masters(tmp_path: Path) -> None:
     )
     for run in found:
         assert_as(run, expected, "in a step")
+
+
+@torch.no_grad()
+def writes_and_raises(m: Any) -> None:
+    m.head.weight.fill_(0.1)
+    m.blocks[0].up.weight.data.fill_(0.2)
+    m(torch.ones(2, FEATURES + 1))
+
+
+def catches(m: Any) -> None:
+    with pytest.raises(RuntimeError):
+        writes_and_raises(m)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("act", [writes_and_raises, catches], **BY_NAME)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_what_is_written_before_an_exception_is_there_after_it(act: Any, precision: str, tmp_path: Path) -> None:
+    found = []
+    for row in ("ddp", "zero3", "zero1"):
+        strategy = row if row == "ddp" else strategy_of(row)
+        of, module = (
+            trainer(strategy, tmp_path, precision=precision),
+            seeded(lambda: Uses(act, ("on_train_batch_end",))),
+        )
+        with contextlib.nullcontext() if act is catches else pytest.raises(RuntimeError, match="shapes cannot be"):
+            of.fit(module, loader(count=4))
+        of.save_checkpoint(path := tmp_path / f"{row}.ckpt")
+        found.append(torch.load(path, weights_only=False)["state_dict"])
+    for state in found[1:]:
+        assert_weights(state, found[0], tolerance=1e-5 if precision == "32-true" else 1e-2)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

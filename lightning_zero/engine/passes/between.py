@@ -7,6 +7,7 @@ same code, so all use a parameter at the same place. The first use gathers the m
     use of a unit      a meeting, which names a rank that is elsewhere; its masters, in memory of their own
     use of another     the same; units that were used before are hidden if all are above ``zero.prefetch_bytes``
     next step, save    written values are compared between ranks and copied to the masters; all units are hidden
+    an exception       the same without messages: written values are compared later
 
 Views that users keep (``p.detach()``, ``.data``, a state dict) share the memory, so that writes to them are seen. As
 under DDP they follow the parameter: while any rank holds such views, each step is followed by a use of their units,
@@ -15,6 +16,7 @@ which brings the new values into the same memory.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -198,8 +200,22 @@ class Between:
         for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self.memory):
             self._show(unit)
 
+    def abort(self) -> None:
+        """Hide all units after an exception. What users have written goes to the masters, and is compared later. Sends
+        no message."""
+        written = [
+            (Place(bucket, bucket.params[slot]), memory.full)
+            for bucket, memory in self.memory.items()
+            if bucket.shows_masters
+            for slot in self._written(bucket)
+        ]
+        self.forget()
+        for place, full in written:
+            with contextlib.suppress(RuntimeError):  # of frozen parameters, whose masters would be rounded
+                self._writes.replace(place, place.bucket.part_of(full, place.info))
+
     def forget(self) -> None:
-        """Hide all units and drop what users have written, after an exception. Sends no message."""
+        """Hide all units and drop what users have written. Sends no message."""
         for bucket in self.memory:
             if bucket.shows_masters:
                 bucket.hide_masters()

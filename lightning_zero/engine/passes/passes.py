@@ -263,7 +263,7 @@ class Passes:
             self.reducer.abort(deadline)
             # The backward set ``param.grad`` to None, so the engine would not see what users clear later.
             self.sharded_grads.place_used()
-        self.between.forget()
+        self.between.abort()
         self.order.abort()
         self.hooks.forget_calls()
         self.hooks.forget_inputs()
