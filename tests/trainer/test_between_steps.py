@@ -227,6 +227,53 @@ def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(act: Any, tmp_pat
         assert_as(*runs, row)
 
 
+class StepsTwice(Uses):
+    """By hand, with uses after each step."""
+
+    automatic_optimization = False
+    weight = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            penalty = self.head.weight.square().sum()  # autograd saves values that the step computes with
+            self.manual_backward(self.loss(batch) + self.weight * penalty)
+            optimizer.step()
+            with torch.no_grad():
+                self.noted.append(("step", self.act(self)))
+
+
+class Penalized(StepsTwice):
+    weight = 1.0
+
+
+AFTER_A_STEP = [act for act in ACTS if act not in (calls, takes_gradients)]
+
+
+def everything_after_a_step(m: Any) -> Any:
+    return [act(m) for act in (*AFTER_A_STEP, uses_units_together)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "act", [everything_after_a_step, *(pytest.param(act, marks=pytest.mark.full) for act in AFTER_A_STEP)], **BY_NAME
+)
+def test_a_step_by_hand_sees_masters_after_an_optimizer_has_stepped(act: Any, tmp_path: Path) -> None:
+    def gathered(m: Any) -> Any:
+        with lightning_zero.gather(m):
+            return act(m)
+
+    def run(strategy: Any, do: Any, kind: type[StepsTwice] = StepsTwice, precision: str = "bf16-mixed") -> Run:
+        return fit(strategy, tmp_path, seeded(lambda: kind(do, ())), count=8, precision=precision)
+
+    settings = {"precision": {"fp32_modules": ["average.*"]}}
+    for row in ("zero3", "zero1", "zero3_offload"):
+        assert_as(*(run(strategy_of(row, **settings), do) for do in (act, gathered)), row)
+    expected, found = run("ddp", act, Penalized, "32-true"), run(strategy_of("zero3", **settings), act, Penalized)
+    assert_weights(found.weights, expected.weights, tolerance=2e-2)
+
+
 @on_ranks(2)
 def test_an_operation_has_all_its_units_however_little_room_there_is(tmp_path: Path) -> None:
     make = functools.partial(Uses, uses_units_together, ("on_train_start", "on_train_batch_end"))

@@ -118,7 +118,7 @@ class Passes:
         )
         self.fence = Fence(
             [b for unit in self.units for b in unit.buckets],
-            in_pass=lambda: self.key is not None,
+            in_pass=lambda: self.key is not None and not self._stepped,
             in_run=lambda: self.between.in_run,
         )
         self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
@@ -134,6 +134,7 @@ class Passes:
         self._noticed: Callable[[], object | None] = lambda: None  # gives None when the noticed backward is over
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False  # an exception has ended a pass, and no pass has begun since
+        self._stepped = False  # in a step that computes in fewer bits: since an optimizer's step no module was called
         # Make all ranks agree before a module call outside of a scope. Otherwise a rank that calls alone would have its
         # gathers matched with those of other ranks' steps.
         self.calls_meet = False
@@ -175,6 +176,7 @@ class Passes:
             self.between.close()
         if self.between.rounded:
             self.between.pass_begins()
+        self._stepped = False
         self.recover()
         self.watch_trainable()
         # Training passes in one step may take different paths, so each gets its own plan by its number in the step.
@@ -193,6 +195,26 @@ class Passes:
         if root.state is State.SHARDED:
             root.unshard_begin()
         root.unshard_wait()
+
+    def shows_masters(self, *, saves: bool) -> bool:
+        """Return whether users' code, which uses a parameter outside of calls, must see its master: between steps, and
+        in a step (of manual optimization) between an optimizer's step and the next call. ``saves``: autograd will save
+        the values, for a backward, which takes a pass. Collective."""
+        if self._stepped and saves:
+            self._computes()
+        elif self._stepped:
+            self.end()
+        return self.key is None and (self._stepped or not self.begin_again())
+
+    def _computes(self, computes: bool = True) -> None:
+        """Show users' code compute parameters, or have it ask for what it uses."""
+        self._stepped = not computes
+        for bucket in self.units[0].resharded:
+            bucket.show(gathered=computes)
+        if computes:
+            self.between.pass_begins()
+        else:
+            self.between.pass_ends()
 
     def begin_again(self) -> bool:
         """Begin a pass after a backward has raised inside of a step that goes on. Return whether a pass is open."""
@@ -241,9 +263,11 @@ class Passes:
         try:
             self.begin(key, evaluation=evaluation)
             yield
-            self._scope = None
-            if evaluation or (self._open.unused and self.between.in_run):
+            self._scope, self._stepped = None, False
+            if evaluation or (self.between.in_run and (self.key is None or self._open.unused)):
                 self.end()
+                if self.between.shown:
+                    self.between.close()
                 if self.between.memory:
                     self.between.refresh()
         except BaseException:
@@ -272,7 +296,7 @@ class Passes:
         self.saved.plans_changed()
         self.between.pass_ends()
         # not ``_enter``: an exception may come in any phase
-        self.phase, self._open = Phase.BETWEEN, OpenPass(None)
+        self.phase, self._open, self._stepped = Phase.BETWEEN, OpenPass(None), False
 
     @outside_autograd
     def leave(self) -> None:
@@ -360,6 +384,8 @@ class Passes:
         """Note an optimizer step. Outside of :meth:`scope`, passes are then numbered from 0 again."""
         if self._scope is None:
             self._ordinal = 0
+        elif self._open.unused and self.between.rounds:
+            self._computes(False)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -375,6 +401,8 @@ class Passes:
                 self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
+        elif self._stepped:
+            self._computes()
         if unit.index:  # :meth:`begin` and :meth:`masters_changed` wait for the root
             self.demand(unit, "forward")
         if recording.recorder is not None:
