@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -105,6 +106,27 @@ def test_an_epoch_of_training_ends_with_the_last_batch_that_all_ranks_have(
             assert len(found) == (dist.get_rank() == 0 and limit > 3), found
             more = min(5, limit) if listed else "3 and more"
             assert not found or f"(3 on rank 0, {more} on rank 1)" in found[0]
+
+
+class OfTwo(Lit):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch["a"]) + super().loss(batch["b"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("mode", "alike"), [("min_size", (3, 3)), ("max_size_cycle", (3, 4))])
+def test_combined_loaders_end_together(mode: str, alike: tuple[int, int], tmp_path: Path) -> None:
+    """``alike``: with these numbers of batches of the first one, ranks' combined loaders have the same number."""
+
+    def run(strategy: Any, counts: tuple[int, int], *, listed: bool = True) -> Any:
+        of, module = trainer(strategy, tmp_path), seeded(OfTwo)
+        parts = {"a": loader(counts, listed=listed), "b": loader((4, 4), listed=True)}
+        of.fit(module, CombinedLoader(parts, mode))
+        return record(of, module)
+
+    expected = run("ddp", alike)
+    for listed in (False, True):
+        assert_same(run(strategy_of("zero3"), UNEVEN, listed=listed), expected, what=f"{listed}")
 
 
 def plain(counts: tuple[int, ...], accumulates: int) -> dict[str, Tensor]:
