@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.engine.passes import between
 from tests.harness import on_ranks
 from tests.trainer.toys import (
     FEATURES,
@@ -371,6 +372,13 @@ def reads_in_a_thread(m: Any) -> Any:
         return thread.submit(reads, m).result()
 
 
+def saves_without_room(m: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(between, "available_host_memory", lambda: 6000 * (1 + dist.get_rank()))
+        m.head.state_dict()  # fits
+        copy.deepcopy(m)
+
+
 class WritesToAView(Uses):
     """In a step, whose result replaces what the view shows."""
 
@@ -391,10 +399,11 @@ def keeps_one(m: Any) -> None:
         (Uses, writes_its_own, r"^head\.weight: written to between steps, with other values on some ranks"),
         (Uses, assigns, r"load_state_dict\(assign=True\) of a sharded module"),
         (Uses, reads_in_a_thread, r"'norm' of first.weight between steps in a thread of its own"),
+        (Uses, saves_without_room, r"copy.deepcopy\(\) between steps: expected room .* bytes, on the host of rank 0"),
         (Uses, converts, r"converting .* of a sharded module"),
         (WritesToAView, keeps_one, r"unit \(root\): a view of a parameter .* was written to in a step"),
     ],
-    ids=["values of each rank", "assign", "a thread", "conversion", "a view in a step"],
+    ids=["values of each rank", "assign", "a thread", "no room", "conversion", "a view in a step"],
 )
 def test_what_cannot_work_is_named_on_all_ranks(kind: Any, act: Any, says: str, tmp_path: Path) -> None:
     module = seeded(lambda: kind(act, ("on_train_batch_end",)))

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.access import Writes, checksum
@@ -32,6 +32,9 @@ from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.planning.memory import reason_not_to_fit
+from lightning_zero.ranks.peers import machine
+from lightning_zero.tiers.limits import available_host_memory
 
 
 @dataclass(eq=False, slots=True)
@@ -128,6 +131,30 @@ class Between:
                 self._writes.take_all_over()
                 self._writes.confirm_if_any()
             self._show(unit)
+
+    def check_room(self, params: Iterable[nn.Parameter], what: str) -> None:
+        wanted = set(map(id, params))
+        nbytes = sum(
+            bucket.layout.numel * bucket.dtypes.master.itemsize
+            for bucket in self._unit_of
+            if bucket.reshards and bucket not in self.memory and any(id(info.param) in wanted for info in bucket.params)
+        )
+        if not nbytes:
+            return
+        accelerator = self._comm.streams.accelerator
+        on_device = self._comm.device.type != "cpu"
+        if on_device:
+            accelerator.release_cached()
+        own = accelerator.free_nbytes() if on_device else available_host_memory()
+        table = self._comm.meet((machine(), own), f"{what} between steps, which all ranks must call")
+        places = [place for place, _ in table]
+        for rank, (place, free) in enumerate(table):
+            where = f"the device of rank {rank}" if on_device else f"the host of rank {rank}, for each of its ranks"
+            if why := reason_not_to_fit(nbytes, free if on_device else free // places.count(place), where):
+                raise RuntimeError(
+                    f"{what} between steps: {why}. Call it on one part of the module after another, or save by "
+                    "trainer.save_checkpoint(path) (fabric.save), which gathers no more than a bucket at a time."
+                )
 
     def _show(self, unit: Unit) -> None:
         self.shown.append(unit)

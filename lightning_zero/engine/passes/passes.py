@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakMethod, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.comm.agreements import digest_of, is_same
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
@@ -205,6 +205,12 @@ class Passes:
         elif self._stepped:
             self.end()
         return self.key is None and (self._stepped or not self.begin_again())
+
+    def check_room(self, module: nn.Module, what: str) -> None:
+        """Raise RuntimeError on all ranks if ``what``, a call between steps that takes all weights of ``module``, takes
+        more memory than is free. Collective at stages that reshard."""
+        if self.key is None and self.between.in_run and not (self.fence.is_lowered or self.fence.is_plain):
+            self.between.check_room(module.parameters(), what)
 
     def _computes(self, computes: bool = True) -> None:
         """Show users' code compute parameters, or have it ask for what it uses."""
