@@ -584,6 +584,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if module is not None and engine is not None:
             engine.passes.rest()
             engine.passes.between.end_run()
+            self._checkpoints.loaders.fit_ends(module._trainer)
             self._show_held(engine, module)
             self._show_whole(engine)
         self._interruptions = None

@@ -31,9 +31,12 @@ class EndsTogether(PrefetchDataFetcher):
     most: int | None = None  # of batches in an epoch
     limit: float = math.inf  # of batches, of a loader that has maybe less
     ahead = said = False
+    leaves = False  # the epoch leaves batches on some rank
+    states: Sequence[Any] = ()  # of loaders, before the batch that was fetched ahead
 
     def reset(self) -> None:
         super().reset()
+        self.states = []
         if self.most is not None:
             self.length, self.done = self.most, self.done or not self.most
         elif self.ahead:
@@ -57,16 +60,29 @@ class EndsTogether(PrefetchDataFetcher):
     def __next__(self) -> Any:
         if self.done:  # on another rank, maybe
             raise StopIteration
-        batch = super().__next__()
+        batch = self.fetch()
         self.done = self.done or self.is_over
         self.agree()
         return batch
+
+    def fetch(self) -> Any:
+        if self.length is None:
+            self.states = self.combined_loader._state_dicts()
+        return super().__next__()
+
+    def states_to_save(self, *, ended: bool) -> Sequence[Any]:
+        """Return the states of loaders from which this rank resumes: none at the begin of an epoch, and on a rank that
+        has no more batches in this one."""
+        if ended and self.leaves:
+            return []
+        return self.states if self.batches else self.combined_loader._state_dicts()
 
     def agree(self) -> None:
         """End the epoch if a rank has no more batches. Collective."""
         if self.most is not None:
             return
         out, more = self.strategy.engine.comm.max_(torch.tensor([self.done, not self.done], dtype=torch.int64)).tolist()
+        self.leaves = bool(out and more)
         if out and more and not self.said:
             self.said = True
             table = self.strategy._gather_objects((self.fetched, self.done), "who has no batch any more")
@@ -93,7 +109,7 @@ class Joins(EndsTogether):
         having, first = self.having, self.item is None
         has = having[self.strategy.global_rank]
         if has:
-            self.item = super(EndsTogether, self).__next__()
+            self.item = self.fetch()
         if first and not all(having):
             item = self.strategy.broadcast(self.item, having.index(1))
             self.item = self.item if has else item
@@ -101,13 +117,20 @@ class Joins(EndsTogether):
         self.agree()
         return self.item
 
+    @property
+    def has_next(self) -> bool:
+        return bool(self.batches) and not self.is_over if self.length is None else self.fetched < self.length
+
     def agree(self) -> None:
         """Find the ranks that have a next batch. Collective."""
-        has = bool(self.batches) and not self.is_over if self.length is None else self.fetched < self.length
         having = torch.zeros(self.strategy.world_size, dtype=torch.int64)
-        having[self.strategy.global_rank] = has
+        having[self.strategy.global_rank] = self.has_next
         self.having: list[int] = self.strategy.engine.comm.sum_(having).tolist()
         self.done = not any(self.having)
+        self.leaves |= 0 < sum(self.having) < len(self.having)
+
+    def states_to_save(self, *, ended: bool) -> Sequence[Any]:
+        return super().states_to_save(ended=ended) if self.has_next or ended else []
 
     def _weigh(self, weight: float) -> None:
         if (tokens := self.strategy._sequences.tokens) is not None:
@@ -139,6 +162,7 @@ def end_together(loop: Any) -> None:
     ConfigError if its model cannot be trained with ``zero.uneven=join``. Collective."""
     trainer, fetcher = loop.trainer, loop._data_fetcher
     strategy = trainer.strategy
+    states, is_out = strategy._checkpoints.loaders.take()
     if fetcher is None or strategy.world_size == 1:
         return
     joins = strategy.config.uneven is Uneven.join
@@ -157,22 +181,33 @@ def end_together(loop: Any) -> None:
     for kind in (EndsTogether, Joins) if joins else (EndsTogether,):
         adapt([fetcher], (kind,))
     ours: Any = fetcher
-    ours.strategy = strategy
+    ours.strategy, ours.states = strategy, states
     if None in lengths and ours.length is not None:  # else its first batch is here
         ours.look_ahead()
         with contextlib.suppress(StopIteration):
             ours.batches.append(super(PrefetchDataFetcher, ours).__next__())
+    if is_out:
+        ours.batches.clear()
     if joins:
         loop.max_batches = max(strategy._gather_objects(loop.max_batches, "most batches of an epoch"))
     elif None in lengths:
         ours.agree()
     else:
         loop.max_batches = ours.most = ours.length = min(lengths)
+        ours.leaves = True
         ours.done = ours.fetched >= ours.most
     if None in lengths:
         return
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, math.inf):
         trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+
+def states_to_save(loop: Any) -> Sequence[Any] | None:
+    """Return the states of this rank's loaders for a save; None: those that the loaders have now."""
+    if not isinstance(fetcher := loop._data_fetcher, EndsTogether):
+        return None
+    progress = loop.epoch_loop.batch_progress
+    return fetcher.states_to_save(ended=progress.is_last_batch and progress.current.ready == progress.current.processed)
 
 
 def _lengths(fetcher: Any, limits: Sequence[float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -16,8 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.engine.passes import between
 from tests.harness import on_ranks
-from tests.trainer.toys import FEATURES, Lit, Run, assert_same, fit, seeded, strategy_of
+from tests.trainer.toys import (
+    FEATURES,
+    Lit,
+    Run,
+    assert_same,
+    assert_weights,
+    fit,
+    loader,
+    seeded,
+    strategy_of,
+    trainer,
+)
 
 HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -215,6 +228,53 @@ def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(act: Any, tmp_pat
         assert_as(*runs, row)
 
 
+class StepsTwice(Uses):
+    """By hand, with uses after each step."""
+
+    automatic_optimization = False
+    weight = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            penalty = self.head.weight.square().sum()  # autograd saves values that the step computes with
+            self.manual_backward(self.loss(batch) + self.weight * penalty)
+            optimizer.step()
+            with torch.no_grad():
+                self.noted.append(("step", self.act(self)))
+
+
+class Penalized(StepsTwice):
+    weight = 1.0
+
+
+AFTER_A_STEP = [act for act in ACTS if act not in (calls, takes_gradients)]
+
+
+def everything_after_a_step(m: Any) -> Any:
+    return [act(m) for act in (*AFTER_A_STEP, uses_units_together)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "act", [everything_after_a_step, *(pytest.param(act, marks=pytest.mark.full) for act in AFTER_A_STEP)], **BY_NAME
+)
+def test_a_step_by_hand_sees_masters_after_an_optimizer_has_stepped(act: Any, tmp_path: Path) -> None:
+    def gathered(m: Any) -> Any:
+        with lightning_zero.gather(m):
+            return act(m)
+
+    def run(strategy: Any, do: Any, kind: type[StepsTwice] = StepsTwice, precision: str = "bf16-mixed") -> Run:
+        return fit(strategy, tmp_path, seeded(lambda: kind(do, ())), count=8, precision=precision)
+
+    settings = {"precision": {"fp32_modules": ["average.*"]}}
+    for row in ("zero3", "zero1", "zero3_offload"):
+        assert_as(*(run(strategy_of(row, **settings), do) for do in (act, gathered)), row)
+    expected, found = run("ddp", act, Penalized, "32-true"), run(strategy_of("zero3", **settings), act, Penalized)
+    assert_weights(found.weights, expected.weights, tolerance=2e-2)
+
+
 @on_ranks(2)
 def test_an_operation_has_all_its_units_however_little_room_there_is(tmp_path: Path) -> None:
     make = functools.partial(Uses, uses_units_together, ("on_train_start", "on_train_batch_end"))
@@ -260,6 +320,37 @@ def test_steps_copy_weights_where_these_are_the_masters(tmp_path: Path) -> None:
         assert_as(run, expected, "in a step")
 
 
+@torch.no_grad()
+def writes_and_raises(m: Any) -> None:
+    m.head.weight.fill_(0.1)
+    m.blocks[0].up.weight.data.fill_(0.2)
+    m(torch.ones(2, FEATURES + 1))
+
+
+def catches(m: Any) -> None:
+    with pytest.raises(RuntimeError):
+        writes_and_raises(m)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("act", [writes_and_raises, catches], **BY_NAME)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_what_is_written_before_an_exception_is_there_after_it(act: Any, precision: str, tmp_path: Path) -> None:
+    found = []
+    for row in ("ddp", "zero3", "zero1"):
+        strategy = row if row == "ddp" else strategy_of(row)
+        of, module = (
+            trainer(strategy, tmp_path, precision=precision),
+            seeded(lambda: Uses(act, ("on_train_batch_end",))),
+        )
+        with contextlib.nullcontext() if act is catches else pytest.raises(RuntimeError, match="shapes cannot be"):
+            of.fit(module, loader(count=4))
+        of.save_checkpoint(path := tmp_path / f"{row}.ckpt")
+        found.append(torch.load(path, weights_only=False)["state_dict"])
+    for state in found[1:]:
+        assert_weights(state, found[0], tolerance=1e-5 if precision == "32-true" else 1e-2)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +370,13 @@ def converts(m: Any) -> None:
 def reads_in_a_thread(m: Any) -> Any:
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(reads, m).result()
+
+
+def saves_without_room(m: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(between, "available_host_memory", lambda: 6000 * (1 + dist.get_rank()))
+        m.head.state_dict()  # fits
+        copy.deepcopy(m)
 
 
 class WritesToAView(Uses):
@@ -301,10 +399,11 @@ def keeps_one(m: Any) -> None:
         (Uses, writes_its_own, r"^head\.weight: written to between steps, with other values on some ranks"),
         (Uses, assigns, r"load_state_dict\(assign=True\) of a sharded module"),
         (Uses, reads_in_a_thread, r"'norm' of first.weight between steps in a thread of its own"),
+        (Uses, saves_without_room, r"copy.deepcopy\(\) between steps: expected room .* bytes, on the host of rank 0"),
         (Uses, converts, r"converting .* of a sharded module"),
         (WritesToAView, keeps_one, r"unit \(root\): a view of a parameter .* was written to in a step"),
     ],
-    ids=["values of each rank", "assign", "a thread", "conversion", "a view in a step"],
+    ids=["values of each rank", "assign", "a thread", "no room", "conversion", "a view in a step"],
 )
 def test_what_cannot_work_is_named_on_all_ranks(kind: Any, act: Any, says: str, tmp_path: Path) -> None:
     module = seeded(lambda: kind(act, ("on_train_batch_end",)))

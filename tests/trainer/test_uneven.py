@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -107,6 +108,27 @@ def test_an_epoch_of_training_ends_with_the_last_batch_that_all_ranks_have(
             assert not found or f"(3 on rank 0, {more} on rank 1)" in found[0]
 
 
+class OfTwo(Lit):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch["a"]) + super().loss(batch["b"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("mode", "alike"), [("min_size", (3, 3)), ("max_size_cycle", (3, 4))])
+def test_combined_loaders_end_together(mode: str, alike: tuple[int, int], tmp_path: Path) -> None:
+    """``alike``: with these numbers of batches of the first one, ranks' combined loaders have the same number."""
+
+    def run(strategy: Any, counts: tuple[int, int], *, listed: bool = True) -> Any:
+        of, module = trainer(strategy, tmp_path), seeded(OfTwo)
+        parts = {"a": loader(counts, listed=listed), "b": loader((4, 4), listed=True)}
+        of.fit(module, CombinedLoader(parts, mode))
+        return record(of, module)
+
+    expected = run("ddp", alike)
+    for listed in (False, True):
+        assert_same(run(strategy_of("zero3"), UNEVEN, listed=listed), expected, what=f"{listed}")
+
+
 def plain(counts: tuple[int, ...], accumulates: int) -> dict[str, Tensor]:
     """Weights after two epochs of one process, whose gradients are means over the ranks that have a batch."""
     module = seeded(Lit)
@@ -150,15 +172,16 @@ class Counted(Lit):
 
 
 class Stateful:
-    """A loader that continues inside an epoch."""
+    """A loader that continues inside an epoch if it has loaded a state, and else begins anew, as torchdata's does."""
 
     def __init__(self, counts: tuple[int, ...]) -> None:
-        self.data, self.done = list(batches(dist.get_rank(), counts[dist.get_rank()])), 0
-
-    def __len__(self) -> int:
-        return len(self.data)
+        self.data, self.done, self.loaded = list(batches(dist.get_rank(), counts[dist.get_rank()])), 0, False
 
     def __iter__(self) -> Iterator[Any]:
+        self.done, self.loaded = self.done if self.loaded else 0, False
+        return self._rest()
+
+    def _rest(self) -> Iterator[Any]:
         while self.done < len(self.data):
             self.done += 1
             yield self.data[self.done - 1]
@@ -168,29 +191,54 @@ class Stateful:
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.done = state["done"]
+        self.done, self.loaded = state["done"], True
 
 
-class SavesAt4(pl.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
+class StatefulListed(Stateful):
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class Saves(pl.Callback):
+    def __init__(self, at: int, path: Path) -> None:
+        self.at, self.path = at, path
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 4:
+        if trainer.global_step == self.at:
             trainer.save_checkpoint(self.path)
 
 
 @on_ranks(2)
-def test_a_joined_epoch_resumes_where_a_rank_was_out_already(tmp_path: Path) -> None:
-    """Lightning saves the loader's state of rank 0."""
-    path, runs = tmp_path / "at_4.ckpt", []
-    for settings in ({"callbacks": [SavesAt4(path)]}, {}):
-        strategy = strategy_of("zero3", tmp_path, uneven="join")
-        of, module = trainer(strategy, tmp_path, max_epochs=1, **settings), seeded(Lit)
-        of.fit(module, Stateful((5, 3)), ckpt_path=None if settings else path)
+@pytest.mark.parametrize("kind", [Stateful, StatefulListed])
+@pytest.mark.parametrize("counts", [(3, 5), (5, 3)])
+@pytest.mark.parametrize(
+    ("uneven", "at", "limit"), [("join", 4, 1.0), ("join", 5, 1.0), ("join", 2, 4), ("end", 2, 1.0), ("end", 3, 1.0)]
+)
+def test_each_rank_resumes_at_its_own_place(
+    uneven: str, at: int, limit: Any, counts: tuple[int, ...], kind: type[Stateful], tmp_path: Path
+) -> None:
+    """Also where one is out already, and after an epoch that has left batches on some."""
+    path, runs, modules = tmp_path / "saved.ckpt", [], []
+    for settings in ({"callbacks": [Saves(at, path)]}, {}):
+        strategy = strategy_of("zero3", tmp_path, uneven=uneven, checkpoint="sharded" if at == 4 else "full")
+        of, module = trainer(strategy, tmp_path, limit_train_batches=limit, **settings), seeded(Lit)
+        of.fit(module, kind(counts), ckpt_path=None if settings else path)
         runs.append(toys.weights(of))
+        modules.append(module)
+    repeated = max(0, 5 - at) if uneven == "join" and counts[dist.get_rank()] < at else 0  # of another rank, weight 0
+    assert modules[1].losses[repeated:] == pytest.approx(modules[0].losses[at + repeated :])
     toys.assert_weights(runs[1], runs[0])
-    assert len(module.losses) == 1
+
+
+@on_ranks(2)
+def test_a_fit_goes_on_from_a_save_after_an_epoch_that_has_left_batches(tmp_path: Path) -> None:
+    path, strategy = tmp_path / "saved.ckpt", strategy_of("zero3", tmp_path)
+    of, module = trainer(strategy, tmp_path, max_epochs=1), seeded(Lit)
+    of.fit(module, StatefulListed(UNEVEN))
+    of.save_checkpoint(path)
+    of, module = trainer(strategy_of("zero3", tmp_path), tmp_path), seeded(Lit)
+    of.fit(module, StatefulListed(UNEVEN), ckpt_path=path)
+    assert len(module.losses) == 3
 
 
 class ByHand(Lit):

@@ -434,7 +434,7 @@ class Access:
                 return params[0]  # the parameter itself, so that a use of the result is seen too
             self._fence.refuse_use(self._place_of(params[0]).info, operation)
             return run()
-        brought = self._bring(params, operation)
+        brought = self._bring(params, operation, saves=torch.is_grad_enabled() and operation != "detach")
         # Outside of ``outside_autograd``: the caller's grad mode says whether autograd will save weights.
         saved, saves = self._passes.saved, bool(brought) and torch.is_grad_enabled()
         packs = saves and hooks_allowed() and saved.alone
@@ -484,9 +484,11 @@ class Access:
         self._writes.replace(place, value)
 
     @outside_autograd
-    def _bring(self, params: Sequence[nn.Parameter], operation: str) -> list[Unit]:
+    def _bring(self, params: Sequence[nn.Parameter], operation: str, *, saves: bool = False) -> list[Unit]:
         """Gather the units of ``params`` for the user's ``operation``. Return the units that were gathered for this,
         which the caller must reshard after the operation. Between passes of a run show their masters instead.
+
+        ``saves``: autograd will save the values.
 
         Raises RuntimeError outside of a run if a unit reshards."""
         self._passes.forget_failed()
@@ -504,7 +506,7 @@ class Access:
                     self._after_step.sync_params(unit)
                     unit.unshard_wait()
                 continue
-            if self._passes.key is None and not self._passes.begin_again():
+            if self._passes.shows_masters(saves=saves):
                 if not self._between.in_run:
                     raise RuntimeError(
                         f"{place.info.fqn} is sharded, and its values are on no rank now, so {operation!r} would read "

@@ -7,6 +7,7 @@ same code, so all use a parameter at the same place. The first use gathers the m
     use of a unit      a meeting, which names a rank that is elsewhere; its masters, in memory of their own
     use of another     the same; units that were used before are hidden if all are above ``zero.prefetch_bytes``
     next step, save    written values are compared between ranks and copied to the masters; all units are hidden
+    an exception       the same without messages: written values are compared later
 
 Views that users keep (``p.detach()``, ``.data``, a state dict) share the memory, so that writes to them are seen. As
 under DDP they follow the parameter: while any rank holds such views, each step is followed by a use of their units,
@@ -15,12 +16,13 @@ which brings the new values into the same memory.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.access import Writes, checksum
@@ -30,6 +32,9 @@ from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.planning.memory import reason_not_to_fit
+from lightning_zero.ranks.peers import machine
+from lightning_zero.tiers.limits import available_host_memory
 
 
 @dataclass(eq=False, slots=True)
@@ -127,6 +132,30 @@ class Between:
                 self._writes.confirm_if_any()
             self._show(unit)
 
+    def check_room(self, params: Iterable[nn.Parameter], what: str) -> None:
+        wanted = set(map(id, params))
+        nbytes = sum(
+            bucket.layout.numel * bucket.dtypes.master.itemsize
+            for bucket in self._unit_of
+            if bucket.reshards and bucket not in self.memory and any(id(info.param) in wanted for info in bucket.params)
+        )
+        if not nbytes:
+            return
+        accelerator = self._comm.streams.accelerator
+        on_device = self._comm.device.type != "cpu"
+        if on_device:
+            accelerator.release_cached()
+        own = accelerator.free_nbytes() if on_device else available_host_memory()
+        table = self._comm.meet((machine(), own), f"{what} between steps, which all ranks must call")
+        places = [place for place, _ in table]
+        for rank, (place, free) in enumerate(table):
+            where = f"the device of rank {rank}" if on_device else f"the host of rank {rank}, for each of its ranks"
+            if why := reason_not_to_fit(nbytes, free if on_device else free // places.count(place), where):
+                raise RuntimeError(
+                    f"{what} between steps: {why}. Call it on one part of the module after another, or save by "
+                    "trainer.save_checkpoint(path) (fabric.save), which gathers no more than a bucket at a time."
+                )
+
     def _show(self, unit: Unit) -> None:
         self.shown.append(unit)
         for bucket in unit.buckets:
@@ -198,8 +227,22 @@ class Between:
         for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self.memory):
             self._show(unit)
 
+    def abort(self) -> None:
+        """Hide all units after an exception. What users have written goes to the masters, and is compared later. Sends
+        no message."""
+        written = [
+            (Place(bucket, bucket.params[slot]), memory.full)
+            for bucket, memory in self.memory.items()
+            if bucket.shows_masters
+            for slot in self._written(bucket)
+        ]
+        self.forget()
+        for place, full in written:
+            with contextlib.suppress(RuntimeError):  # of frozen parameters, whose masters would be rounded
+                self._writes.replace(place, place.bucket.part_of(full, place.info))
+
     def forget(self) -> None:
-        """Hide all units and drop what users have written, after an exception. Sends no message."""
+        """Hide all units and drop what users have written. Sends no message."""
         for bucket in self.memory:
             if bucket.shows_masters:
                 bucket.hide_masters()

@@ -174,7 +174,12 @@ class Hooks:
                 refuse("load_state_dict(assign=True)", converts=True)
             refuse("load_state_dict()")
 
-        self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
+        def before_save(module: nn.Module, prefix: str, _: bool) -> None:
+            refuse("state_dict()")
+            if not prefix:
+                hooks.passes.check_room(module, "state_dict()")
+
+        self._handles.append(module.register_state_dict_pre_hook(before_save))
         self._handles.append(module.register_load_state_dict_pre_hook(before_load))
         if any(map(is_packed, module.parameters(recurse=False))):
             self._handles.append(module.register_load_state_dict_pre_hook(load_beside))
@@ -193,6 +198,7 @@ class Hooks:
 
         def deepcopy(self: nn.Module, memo: dict[int, object]) -> nn.Module:
             refuse("copy.deepcopy()")
+            hooks.passes.check_room(self, "copy.deepcopy()")
             put_back = hooks.lift_off()
             try:
                 return copy.deepcopy(self, memo)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakMethod, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.comm.agreements import digest_of, is_same
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
@@ -132,6 +132,7 @@ class Passes:
         self._noticed: Callable[[], object | None] = lambda: None  # gives None when the noticed backward is over
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False  # an exception has ended a pass, and no pass has begun since
+        self._stepped = False  # in a step that computes in fewer bits: since an optimizer's step no module was called
         # Make all ranks agree before a module call outside of a scope. Otherwise a rank that calls alone would have its
         # gathers matched with those of other ranks' steps.
         self.calls_meet = False
@@ -173,6 +174,7 @@ class Passes:
             self.between.close()
         if self.between.rounded:
             self.between.pass_begins()
+        self._stepped = False
         self.recover()
         self.watch_trainable()
         # Training passes in one step may take different paths, so each gets its own plan by its number in the step.
@@ -191,6 +193,32 @@ class Passes:
         if root.state is State.SHARDED:
             root.unshard_begin()
         root.unshard_wait()
+
+    def shows_masters(self, *, saves: bool) -> bool:
+        """Return whether users' code, which uses a parameter outside of calls, must see its master: between steps, and
+        in a step (of manual optimization) between an optimizer's step and the next call. ``saves``: autograd will save
+        the values, for a backward, which takes a pass. Collective."""
+        if self._stepped and saves:
+            self._computes()
+        elif self._stepped:
+            self.end()
+        return self.key is None and (self._stepped or not self.begin_again())
+
+    def check_room(self, module: nn.Module, what: str) -> None:
+        """Raise RuntimeError on all ranks if ``what``, a call between steps that takes all weights of ``module``, takes
+        more memory than is free. Collective at stages that reshard."""
+        if self.key is None and self.between.in_run and not (self.fence.is_lowered or self.fence.is_plain):
+            self.between.check_room(module.parameters(), what)
+
+    def _computes(self, computes: bool = True) -> None:
+        """Show users' code compute parameters, or have it ask for what it uses."""
+        self._stepped = not computes
+        for bucket in self.units[0].resharded:
+            bucket.show(gathered=computes)
+        if computes:
+            self.between.pass_begins()
+        else:
+            self.between.pass_ends()
 
     def begin_again(self) -> bool:
         """Begin a pass after a backward has raised inside of a step that goes on. Return whether a pass is open."""
@@ -239,9 +267,11 @@ class Passes:
         try:
             self.begin(key, evaluation=evaluation)
             yield
-            self._scope = None
-            if evaluation or (self._open.unused and self.between.in_run):
+            self._scope, self._stepped = None, False
+            if evaluation or (self.between.in_run and (self.key is None or self._open.unused)):
                 self.end()
+                if self.between.shown:
+                    self.between.close()
                 if self.between.memory:
                     self.between.refresh()
         except BaseException:
@@ -261,7 +291,7 @@ class Passes:
             self.reducer.abort(deadline)
             # The backward set ``param.grad`` to None, so the engine would not see what users clear later.
             self.sharded_grads.place_used()
-        self.between.forget()
+        self.between.abort()
         self.order.abort()
         self.hooks.forget_calls()
         self.hooks.forget_inputs()
@@ -270,7 +300,7 @@ class Passes:
         self.saved.plans_changed()
         self.between.pass_ends()
         # not ``_enter``: an exception may come in any phase
-        self.phase, self._open = Phase.BETWEEN, OpenPass(None)
+        self.phase, self._open, self._stepped = Phase.BETWEEN, OpenPass(None), False
 
     @outside_autograd
     def leave(self) -> None:
@@ -358,6 +388,8 @@ class Passes:
         """Note an optimizer step. Outside of :meth:`scope`, passes are then numbered from 0 again."""
         if self._scope is None:
             self._ordinal = 0
+        elif self._open.unused and self.between.rounds:
+            self._computes(False)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -373,6 +405,8 @@ class Passes:
                 self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
+        elif self._stepped:
+            self._computes()
         if unit.index:  # :meth:`begin` and :meth:`masters_changed` wait for the root
             self.demand(unit, "forward")
         if recording.recorder is not None:
@@ -500,7 +534,7 @@ class Passes:
 
     def _in_pass(self) -> bool:
         self.forget_failed()
-        return self.key is not None
+        return self.key is not None and not self._stepped
 
     def forget_failed(self) -> None:
         """Abort the open pass if an exception has ended a plain ``loss.backward()``."""

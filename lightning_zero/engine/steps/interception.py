@@ -151,8 +151,8 @@ class AroundStep:
 
         Masters of the `changed` buckets are new, or will be when their offloaded steps end.
         """
-        self.passes.stepped()
         self.after_step.step_ends()
         values_changed(stepped)
         self.passes.masters_changed(changed)
+        self.passes.stepped()
         self.passes.timeline.stepped()

@@ -12,4 +12,5 @@
     kept_files           last.ckpt, and files that a killed run has left
     checkpoint_fits      whether a checkpoint fits this model, and settings it overrides
     random_numbers       states of all ranks' random number generators
+    loader_states        places of all ranks' loaders in an epoch
 """

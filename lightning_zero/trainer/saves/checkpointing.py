@@ -66,6 +66,7 @@ from lightning_zero.trainer.saves.checkpoint_io import (
     wait_for_writes,
     writes_files,
 )
+from lightning_zero.trainer.saves.loader_states import LoaderStates
 from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.saves.random_numbers import Saved, saved_ranks
 from lightning_zero.trainer.saves.range_saves import RangeSave
@@ -88,6 +89,7 @@ class Checkpoints:
         self.next_may_fail = False
         self.range_save: RangeSave | None = None
         self.fakes: FakeTensors | None = None
+        self.loaders = LoaderStates()
         self.begin_run()
         self._waits_for_setup = False
 
@@ -96,6 +98,7 @@ class Checkpoints:
         self._waits_for_setup = True
         self._loaded_from: Any = "the checkpoint"
         self.saved_rng: Saved | None = None
+        self.loaders.take()
 
     def before_save(self) -> None:
         """Wait for the previous save. Raise RuntimeError if, after an exception, only some ranks save. Collective."""
@@ -146,6 +149,7 @@ class Checkpoints:
             rows = row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, what)
             if rows is not None:
                 checkpoint[RNG_KEY] = self._strategy._random_numbers.record_of(rows)
+        self.loaders.save(self._strategy, checkpoint)
         if self._strategy.lightning_module is not None and (
             model := record_of(self._strategy.lightning_module, self._strategy.config.init_from)
         ):
@@ -256,6 +260,8 @@ class Checkpoints:
         read = strategy._read_checkpoint(checkpoint_path, weights_only, verified=verified)
         checkpoint = strategy._together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
         ranks = strategy.world_size
+        if self._is_fitting:
+            self.loaders.load(strategy, checkpoint, checkpoint_path)
         record = checkpoint.pop(RNG_KEY, None)  # checkpoints of other strategies have none
         if record is not None and self._is_fitting:
             # Ranks that share a batch or a sequence go on with equal states, those of the first of them.

@@ -132,3 +132,26 @@ def reads_gathered(bench: Bench) -> Any:
                 self.head.weight.mul_(0.9)
 
     return bench.fit(seeded(Gathers)).seen
+
+
+@feature("averages of weights, written after batches and swapped in validations")
+class Averages(Notes):
+    """Losses of the averages in validations, and those of training"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.blocks).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for mean, weight in zip(self.average.parameters(), self.blocks.parameters(), strict=True):
+            mean.lerp_(weight, 0.1)
+
+    @torch.no_grad()
+    def on_validation_start(self) -> None:
+        for mean, weight in zip(self.average.parameters(), self.blocks.parameters(), strict=True):
+            before = weight.clone()
+            weight.copy_(mean)
+            mean.copy_(before)
+
+    on_validation_end = on_validation_start

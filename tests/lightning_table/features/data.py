@@ -84,6 +84,30 @@ class Stream(IterableDataset[Any]):
         return iter([Samples()[index] for index in range(dist.get_rank(), 12, 2)])
 
 
+class Uneven(IterableDataset[Any]):
+    """Three batches of two on rank 0, five on rank 1; ``most``: not more."""
+
+    def __init__(self, most: int = 5) -> None:
+        self.count = 2 * min(most, (3, 5)[dist.get_rank()])
+
+    def __iter__(self) -> Any:
+        return iter([Samples()[2 * index + dist.get_rank()] for index in range(self.count)])
+
+
+@feature("evaluations in which ranks have different numbers of batches")
+def uneven_evaluation(bench: Bench) -> Any:
+    """Losses, metrics, predictions"""
+    data, of, module = DataLoader(Uneven(), batch_size=2), bench.trainer(), seeded(Lit)
+    of.fit(module, bench.loader(2), data)
+    return Ran(of, module).seen, of.test(module, data, verbose=False), of.predict(module, data)
+
+
+@feature("training in which ranks have different numbers of batches")
+def uneven_training(bench: Bench) -> Any:
+    """Losses and weights, beside DDP with the batches that all ranks have"""
+    return bench.fit(seeded(Lit), DataLoader(Uneven(3 if bench.row == "ddp" else 5), batch_size=2)).seen
+
+
 @feature("IterableDataset")
 def iterable(bench: Bench) -> Any:
     data = DataLoader(Stream(), batch_size=2)
