@@ -69,8 +69,8 @@ class Checkpoints(CheckpointFiles):
         """Save the modules, optimizers and other objects in ``state``. Raise on all ranks if writing fails. Collective.
 
         Args:
-            filter: functions by key of ``state``. Each gets an entry's name and value, and returns whether to save it.
-                If a folder is saved, the value has only a shape and a dtype.
+            filter: functions by key of ``state``. Each gets an entry's name and value on rank 0, and returns whether to
+                save it. If a folder is saved, the value has only a shape and a dtype.
         """
         path = self.broadcast(path)
         filter = filter or {}
@@ -82,12 +82,12 @@ class Checkpoints(CheckpointFiles):
         if save is None:
             content = _converted(
                 state,
-                filter,
                 lambda module: module.engine.state_dict(trainable_only=without_frozen),
                 lambda optimizer: state_dicts.optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
             )
         else:
-            content = _converted(state, filter, lambda _: save.module_state(), save.optimizer_state)
+            content = _converted(state, lambda _: save.module_state(), save.optimizer_state)
+        content = self._filtered(content, filter)
         self._put_values(self._engines, content, save)
         if save is None or not save.write(content):
             self._together("writing a checkpoint", lambda: self._write(content, path, storage_options))
@@ -109,14 +109,27 @@ class Checkpoints(CheckpointFiles):
         # A filter may look at values.
         return RangeSave(owners.pop(), io, file, with_values=bool(filter), noting=contextlib.nullcontext)
 
+    def _filtered(self, content: dict[str, Any], filter: Filter) -> dict[str, Any]:
+        """Leave out the entries that ``filter`` leaves out on rank 0, which alone has the values of a file."""
+
+        def ask() -> dict[str, list[str]]:
+            parts = {key: content[key] for key in filter if self.is_global_zero and isinstance(content.get(key), dict)}
+            return {key: [n for n, part in of.items() if filter[key](n, part)] for key, of in parts.items()}
+
+        if filter:
+            kept = self.broadcast(self._together("filtering a checkpoint", ask))
+            for key, names in kept.items():
+                content[key] = {name: content[key][name] for name in names if name in content[key]}
+        return {key: value for key, value in content.items() if key not in filter or value != {}}
+
     def _save_folder(self, path: Any, state: Mapping[str, Any], filter: Filter, options: Any) -> None:
         without_frozen = self.config.checkpoint.exclude_frozen
         content = _converted(
             state,
-            filter,
             lambda module: sharded_state_dict(module.engine, trainable_only=without_frozen),
             lambda optimizer: sharded_optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
         )
+        content = self._filtered(content, filter)
         self._put_values(self._engines, content)
         optimizers = [key for key, entry in state.items() if isinstance(entry, Optimizer)]
         self._write_folder(content, path, options, named=optimizers)
@@ -184,7 +197,6 @@ class Checkpoints(CheckpointFiles):
 
 def _converted(
     state: Mapping[str, Any],
-    filter: Filter,
     of_module: Callable[[ZeroModule], dict[str, Any]],
     of_optimizer: Callable[[Optimizer], dict[str, Any]],
 ) -> dict[str, Any]:
@@ -197,9 +209,5 @@ def _converted(
             value = of_optimizer(entry)
         elif isinstance(entry, Stateful):
             value = entry.state_dict()
-        if key in filter and isinstance(value, dict):
-            value = {name: part for name, part in value.items() if filter[key](name, part)}
-            if not value:
-                continue
         content[key] = value
     return content
