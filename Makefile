@@ -33,7 +33,7 @@ DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 DOCS_STAMP := $(VENV)/.installed-docs-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train smoke test test-full test-extras test-s3 test-cuda test-field test-slurm docs mutants fuzz bench bench-offload bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
+.PHONY: help install train smoke test test-full test-extras test-s3 test-ray test-cuda test-field test-slurm docs mutants fuzz bench bench-offload bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -86,6 +86,13 @@ S3 := $(abspath $(VENV))/s3
 test-s3: $(STAMP) ## checkpoints on a server that speaks S3, whose libraries take 95 MB of disk
 	@test -d $(S3)/moto || $(PY) -m pip install -q --disable-pip-version-check --no-compile --target $(S3) 's3fs>=2026.9' 'moto[s3]>=5.2' flask-cors
 	PYTHONPATH=$(S3) $(PYTEST) --tier=all tests/trainer/test_s3.py $(ARGS)
+
+# Ray's own cluster on this machine: 600 MB of disk.
+RAY := $(abspath $(VENV))/ray
+
+test-ray: $(STAMP) ## workers of Ray Train, one of which dies; not in CI
+	@test -d $(RAY)/ray || $(PY) -m pip install -q --disable-pip-version-check --no-compile --target $(RAY) 'ray[train]>=2.60'
+	PYTHONPATH=$(RAY) $(PYTEST) --tier=all tests/launch/test_ray.py $(ARGS)
 
 mutants: $(STAMP) ## break the package in 60 places and see whether a test fails, in an hour
 	$(PY) -m tests.mutants $(ARGS)

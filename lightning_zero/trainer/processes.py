@@ -88,6 +88,8 @@ class Processes:
         self._start_waits: Waits | None = None  # used until there is an engine
         self.run_plan = RunPlan()
         more["cluster_environment"] = cluster_environment or own_environment()
+        if (ray := sys.modules.get("ray.train.lightning")) is not None:
+            ray.RayDDPStrategy.register(type(self))  # prepare_trainer takes instances of Ray's classes only
         super().__init__(*args, **more)
 
     # -- how many, and which -----------------------------------------------------------------------------------------
@@ -95,8 +97,24 @@ class Processes:
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        device: torch.device = self.parallel_devices[self.local_rank]
+        ray = sys.modules.get("ray.train.torch") if self._is_led else None
+        device: torch.device = self.parallel_devices[self.local_rank] if ray is None else ray.get_device()
         return device
+
+    @property
+    def _is_led(self) -> bool:
+        """Return whether the environment has made the process group, of another number of ranks than the Trainer was
+        told: under Ray Train, whose workers all have ``devices="auto"``."""
+        environment = self.cluster_environment
+        return (
+            dist.is_initialized()
+            and environment is not None
+            and environment.world_size() == dist.get_world_size() != self.num_nodes * self.num_processes
+        )
+
+    @property
+    def _n_ranks(self) -> int:
+        return dist.get_world_size() if self._is_led else self.num_nodes * self.num_processes
 
     @property
     def num_processes(self) -> int:
@@ -106,12 +124,12 @@ class Processes:
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Return DistributedSampler's arguments. Ranks that share a sequence or a batch get the same samples."""
         sharing = self.config.sequence_parallel * self.config.tensor_parallel
-        return {"num_replicas": self.num_nodes * self.num_processes // sharing, "rank": self.global_rank // sharing}
+        return {"num_replicas": self._n_ranks // sharing, "rank": self.global_rank // sharing}
 
     @property
     def _node(self) -> str | None:
         """Return this rank's host and node rank (one host may count as several nodes); None if there is one node."""
-        return f"{socket.gethostname()}/{self.node_rank}" if self.num_nodes > 1 else None
+        return f"{socket.gethostname()}/{self.node_rank}" if self._n_ranks > self.num_processes else None
 
     def _set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -125,7 +143,7 @@ class Processes:
         assert self.cluster_environment is not None
         self._set_world_ranks()
         with names_arguments(self._given_config):
-            check_groups(self.config, self.num_nodes * self.num_processes)
+            check_groups(self.config, self._n_ranks)
         if self.global_rank == 0 and self.num_nodes > 1 and self.num_processes % self.config.tensor_parallel:
             warnings.warn(
                 f"zero.tensor_parallel={self.config.tensor_parallel}: with {self.num_processes} rank(s) on a node some "
@@ -146,7 +164,7 @@ class Processes:
     def setup_environment(self) -> None:
         """Join the process group, once per process. A lone process in a notebook skips this. Collective."""
         Ended.failed = False  # all ranks survived the exception of an earlier run
-        if dist.is_initialized() and (there := dist.get_world_size()) != self.num_nodes * self.num_processes:
+        if dist.is_initialized() and (there := dist.get_world_size()) != self._n_ranks:
             raise ConfigError(
                 f"trainer.num_nodes x trainer.devices: expected {there}, as many as processes run this script already, "
                 f"got {self.num_nodes} x {self.num_processes}. Use the same numbers, or another script."

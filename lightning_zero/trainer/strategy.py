@@ -227,7 +227,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Return whether there are several ranks. Without this Lightning would give every rank the same data."""
-        return self.num_nodes * self.num_processes > 1
+        return self._n_ranks > 1
 
     @property
     def precision_plugin(self) -> ZeroPrecision:

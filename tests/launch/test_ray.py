@@ -1,0 +1,44 @@
+"""Ray Train: ranks, devices and checkpoints are Ray's. ``make test-ray`` installs Ray and runs this."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, run_command
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: make test-ray"),
+]
+PROGRAM = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import ray, ray.train
+from lightning.pytorch import Callback
+from ray_train import run  # "ray_train.py" of the examples
+
+class Dies(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_rank == 1 and trainer.global_step == 20 and not os.path.exists(MARK):
+            open(MARK, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+MARK = os.path.abspath("killed")
+if __name__ == "__main__":
+    ray.init(num_cpus=3, include_dashboard=False, object_store_memory=200 * 2**20)
+    for strategy, callbacks in {"ddp": [], "zero3": [Dies()], "zero1": []}.items():
+        metrics = run(strategy, callbacks=callbacks).metrics
+        print(f"{strategy}: {metrics['step']} steps, loss {metrics['train_loss']:.6f}")
+"""
+
+
+@pytest.mark.timeout(900)
+def test_workers_of_ray_train_as_under_ddp_and_one_may_die(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = run_command("python", "program.py", ROOT / "examples", folder=tmp_path, timeout=800, code=0)
+    found = dict(re.findall(r"^(\w+): (\d+ steps, loss \S+)$", done.stdout, re.MULTILINE))
+    assert (tmp_path / "killed").exists() and len(found) == 3 and len(set(found.values())) == 1, found
