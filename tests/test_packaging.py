@@ -149,7 +149,7 @@ def test_no_names_of_machines_or_indexes() -> None:
         assert not re.search(r"https?://", file.read_text()), file
     for name in TEXT_FILES:
         text = (ROOT / name).read_text()
-        assert not re.search(r"https?://", text), name
+        assert not re.search(r"https?://(?!download\.pytorch\.org/whl/cpu)", text), name
         assert not re.search(r"(?<![\w.])/(opt|root|home|work|tmp)/", text), name
 
 

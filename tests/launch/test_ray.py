@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,11 +16,10 @@ pytestmark = [
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: make test-ray"),
 ]
 PROGRAM = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-import ray, ray.train
+import os, signal
+import ray
 from lightning.pytorch import Callback
-from ray_train import run  # "ray_train.py" of the examples
+from ray_train import run
 
 class Dies(Callback):
     def on_train_batch_end(self, trainer, *args):
@@ -38,7 +38,9 @@ if __name__ == "__main__":
 
 @pytest.mark.timeout(900)
 def test_workers_of_ray_train_as_under_ddp_and_one_may_die(tmp_path: Path) -> None:
+    for name in ("ray_train.py", "minimal.py"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = run_command("python", "program.py", ROOT / "examples", folder=tmp_path, timeout=800, code=0)
+    done = run_command("python", "program.py", folder=tmp_path, timeout=800, code=0)
     found = dict(re.findall(r"^(\w+): (\d+ steps, loss \S+)$", done.stdout, re.MULTILINE))
     assert (tmp_path / "killed").exists() and len(found) == 3 and len(set(found.values())) == 1, found
