@@ -28,12 +28,12 @@ from lightning_zero.checkpoint.durable import write_at, written_aside
 from lightning_zero.checkpoint.hugging_face.export import write_extras
 from lightning_zero.checkpoint.hugging_face.files import Files, Writer, parse_dtype
 from lightning_zero.checkpoint.hugging_face.names import RECORD, model_of, outgoing
-from lightning_zero.checkpoint.remote import is_folder, place
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.engine.whole.state_dicts import versioned
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.settings import ConfigError, parse_bytes
+from lightning_zero.tiers.remote import is_folder, place
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS, divide, local_path, read
 

@@ -146,7 +146,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
     strategy: Any = trainer.strategy
     whole = config.zero.gather_after_fit is True and strategy._speaks_for_all
     if config.zero.init_from is not None:
-        SafetensorsFolder(Path(config.zero.init_from).expanduser())
+        SafetensorsFolder(config.zero.init_from)
     if not whole and not config.zero.unit.classes:
         return
     try:

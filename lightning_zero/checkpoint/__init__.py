@@ -7,7 +7,6 @@
     verify    compares checkpoints with their checksums
     hugging_face  exports folders for Hugging Face
     sharded   folders in the format of torch.distributed.checkpoint
-    remote    such folders in object stores, by fsspec
     rng       states of all ranks' random number generators
     __main__  python -m lightning_zero.checkpoint
 """

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_zero.checkpoint.archive import CHUNK_NBYTES, Record, records_of
-from lightning_zero.checkpoint.remote import Place, place
 from lightning_zero.checkpoint.sharded.index import extra_of, read_index
 from lightning_zero.checkpoint.sharded.read import Slice
 from lightning_zero.ranks.progress import SILENT, LongWork
+from lightning_zero.tiers.remote import Place, place
 
 
 class Report(NamedTuple):

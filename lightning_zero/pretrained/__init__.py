@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 
 from torch import nn
 
@@ -31,7 +30,7 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
     ``warn``: warn of missing and unused tensors. ``only_meta``: leave out tensors for which ``module`` has values.
     Raises ConfigError if files are absent or damaged, no tensor belongs to ``module``, or one has another shape.
     """
-    folder = SafetensorsFolder(Path(path).expanduser())
+    folder = SafetensorsFolder(path)
     found = match(module, folder)
     if not found.sources:
         raise ConfigError(

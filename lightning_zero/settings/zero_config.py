@@ -58,7 +58,7 @@ class ZeroConfig:
             nodes of equal size if at most half of the memory is used, else ``flat``.
         dynamic_graph: ranks may take different paths through the model; they agree on every gather by a small message.
         init_from: a folder with Hugging Face safetensors files for the initial parameters, also of a module on the meta
-            device. A loaded checkpoint takes precedence.
+            device, or its address in an object store. A loaded checkpoint takes precedence.
         stall_timeout_s: seconds that a rank waits for others before it raises an error that says where each rank is.
         gather_after_fit: gather the module after fit, test or predict, one copy per host. ``None``: if all hosts have
             enough memory.

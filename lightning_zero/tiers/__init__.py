@@ -8,4 +8,5 @@
     nvme     files                 aio      O_DIRECT reads and writes
                                    claims   which rank uses which file
     limits   memory and cores that this process may still take
+    remote   files and folders in object stores, of checkpoints and first values
 """

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.remote import RemotePath, place
 from lightning_zero.device.cuda import is_in_use
 from lightning_zero.engine import engine_of
 from lightning_zero.lightning_api import (
@@ -44,6 +43,7 @@ from lightning_zero.lightning_api import (
 )
 from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.settings import CheckpointFormat, ConfigError, names_arguments
+from lightning_zero.tiers.remote import RemotePath, place
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
 from lightning_zero.trainer.saves.job_checkpoints import in_own_job
 

@@ -89,7 +89,7 @@ def _make_strategy(module: str, name: str) -> Any:
 
 def _load(theirs: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
     """Return the checkpoint for ``load_from_checkpoint``, which gives it to ``theirs``, unless it is a folder."""
-    from lightning_zero.checkpoint.remote import is_folder
+    from lightning_zero.tiers.remote import is_folder
 
     if not isinstance(path, str | os.PathLike) or not is_folder(path):
         return theirs(path, map_location=map_location, weights_only=weights_only)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import verify
-from lightning_zero.checkpoint.remote import is_folder
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.checkpoint.sharded.save import save_folder
+from lightning_zero.tiers.remote import is_folder
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.trainer.saves.sharded_checkpoints import read
 from tests.object_store import ObjectStore, bucket, keys

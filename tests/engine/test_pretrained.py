@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from lightning_zero.settings import ConfigError
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 from tests.models import Does
+from tests.object_store import bucket
 
 transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -96,6 +98,21 @@ def assert_values(engine: Any, expected: nn.Module, prefix: str = "") -> None:
     state = engine.state_dict(only_rank_0=False)
     for name, value in expected.state_dict().items():
         assert torch.equal(state[f"{prefix}{name}"], value), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])  # turned, and stacked in memory
+def test_a_folder_may_lie_in_an_object_store(kind: str, tmp_path: Path) -> None:
+    expected = wrapped(saved(kind, tmp_path / "files", max_shard_size="20KB"))
+    store = bucket(tmp_path / "store")
+    if dist.get_rank() == 0:
+        fsspec.filesystem("store").put(f"{tmp_path}/files/", f"{store}/model/", recursive=True)
+    dist.barrier()
+    engine = shard_from(wrapped(make(kind, "meta")), f"{store}/model")  # type: ignore[arg-type]
+    assert_values(engine, expected)
+    engine.release()
+    with pytest.raises(ConfigError, match=r"init_from: expected a folder, got store://.*/other"):
+        shard_from(wrapped(make(kind, "meta")), f"{store}/other")  # type: ignore[arg-type]
 
 
 @on_ranks(2)

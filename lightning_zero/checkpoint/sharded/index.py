@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.remote import INDEX, Place
 from lightning_zero.checkpoint.sharded.items import Entry
 from lightning_zero.settings import ConfigError
+from lightning_zero.tiers.remote import INDEX, Place
 
 SUFFIX = ".distcp"
 EXTRA = "meta.pt"  # Lightning's name for all but modules and optimizers

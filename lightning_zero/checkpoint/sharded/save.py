@@ -1,5 +1,5 @@
 """Save a checkpoint folder: every rank writes a file; rank 0 makes the folder, writes the index and renames the folder.
-In an object store the index is the commit (``checkpoint/remote.py``).
+In an object store the index is the commit (``tiers/remote.py``).
 
 torch's writer copies every view, so it holds a copy of the rank's whole shard until the file is complete. This writer
 takes each box from the memory that holds it, and reads offloaded values from their files one bucket at a time."""
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.durable import begin_sync, leave, naming, written_aside
-from lightning_zero.checkpoint.remote import INDEX, Place, RemotePath, place
 from lightning_zero.checkpoint.sharded.index import EXTRA, SUFFIX, make_index, packed, refuse_other_folder
 from lightning_zero.checkpoint.sharded.items import Entry, Item, items_of
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, together
@@ -33,6 +32,7 @@ from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.pages import HostPages, byte_view
+from lightning_zero.tiers.remote import INDEX, Place, RemotePath, place
 
 
 class Behind(NamedTuple):

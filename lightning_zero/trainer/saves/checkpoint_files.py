@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.remote import INDEX, Place, is_folder, place
 from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.checkpoint.verify import NOTHING, Report, check
@@ -19,6 +18,7 @@ from lightning_zero.engine.whole.held import Make, fake_values, put_values, valu
 from lightning_zero.lightning_api import CheckpointIO, rank_zero_info
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.settings import CheckpointFormat, ConfigError
+from lightning_zero.tiers.remote import INDEX, Place, is_folder, place
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves.checkpoint_io import load, with_default
 from lightning_zero.trainer.saves.range_saves import RangeSave

@@ -19,7 +19,6 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_zero.checkpoint.archive import write_archive
 from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
-from lightning_zero.checkpoint.remote import RemotePath, place
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.lightning_api import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
@@ -27,6 +26,7 @@ from lightning_zero.planning.memory import SPARE
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.settings import MIB, ConfigError
 from lightning_zero.tiers.limits import available_host_memory
+from lightning_zero.tiers.remote import RemotePath, place
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):

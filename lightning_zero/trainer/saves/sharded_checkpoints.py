@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from lightning_zero.checkpoint.remote import RemotePath, place
 from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.engine.whole.held import HELD
@@ -32,6 +31,7 @@ from lightning_zero.lightning_api import CheckpointIO, TorchCheckpointIO
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.settings import CheckpointConfig, CheckpointFormat, ConfigError
+from lightning_zero.tiers.remote import RemotePath, place
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
 
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
