@@ -24,7 +24,7 @@ STRATEGIES = ("zero1", "zero3", "zero3_offload")
 TOLERANCE = 1e-5
 # The module in this folder, and what pip installs for it.
 PACKAGES = {
-    "gluonts": "gluonts",
+    "gluonts": "gluonts[torch]",
     "pytorch_forecasting": "pytorch-forecasting",
     "darts": "darts[torch]",
     "chemprop": "chemprop",
