@@ -107,7 +107,7 @@ class Communicator:
         # Logical operations by kind and bucket, and functions that are called with these when one is issued.
         self.counts: Counter[tuple[str, str]] = beside.counts if beside is not None else Counter()
         self.observers: list[Callable[[str, str], None]] = beside.observers if beside is not None else []
-        self.batches = self.world_size  # by which sums of gradients are divided: one of each rank
+        self.grad_divisor = self.world_size  # what sums of gradients are divided by: one batch on each rank
         self._beside: dict[Topology, Communicator] = {}
         self._units: list[tuple[Sends, ...]] = []
         self.even_alone = group is not None and even_alone()
@@ -118,17 +118,17 @@ class Communicator:
             self._kind = GroupKind(self.topology, backend, self.queues, self.even_alone, self.waits.stall_timeout_s)
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
 
-    def over(self, topology: Topology, batches: int) -> Communicator:
+    def over(self, topology: Topology, grad_divisor: int) -> Communicator:
         """Return a communicator of the same ranks for buckets with another ``topology``. Collective if that is new.
 
-        Only gathers and reductions differ: agreements and small messages still go over all ranks. ``batches``: divides
-        sums of gradients; how many batches the ranks compute at a time.
+        Only gathers and reductions differ: agreements and small messages still go over all ranks.
+        ``grad_divisor``: what sums of gradients are divided by, the number of batches that ranks compute at a time.
         """
         if topology not in self._beside:
             self._beside[topology] = Communicator(
                 self._parent, self.device, topology=topology, waits=self.waits, long_work=self.long_work, beside=self
             )
-            self._beside[topology].batches = batches
+            self._beside[topology].grad_divisor = grad_divisor
         return self._beside[topology]
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
