@@ -125,7 +125,7 @@ class SpareBuffers:
     def nbytes(self) -> int:
         return sum([buffer.nbytes for buffer in self._kept])
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         for index, buffer in enumerate(self._kept):
             if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
                 return self._kept.pop(index)

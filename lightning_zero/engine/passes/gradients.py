@@ -124,10 +124,10 @@ class Reducer:
         return 1.0 / grads.scale_on_arrival / self.loss_scale
 
     @without_history
-    def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
+    def accept_grad(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Store ``grad``, which autograd has computed for the parameter at ``slot``, and issue reductions now ready."""
         grads = self.grads[bucket]
-        late = grads.take(slot, grad)
+        late = grads.store_grad(slot, grad)
         if not grads.reduces:
             if len(grads.arrived) == self._expected[bucket]:
                 grads.copy_in()

@@ -581,7 +581,7 @@ class Passes:
         if self.on_grad is not None:
             self.on_grad(bucket.params[slot], grad)
         if self.look is None:
-            self.reducer.take(bucket, slot, grad)
+            self.reducer.accept_grad(bucket, slot, grad)
         else:
             self.look(bucket.params[slot], grad)
         unit.arrived += 1
