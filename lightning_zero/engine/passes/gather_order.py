@@ -67,7 +67,7 @@ class GatherOrder:
         self._idle.clear()
 
     @outside_autograd
-    def acquire(self, unit: Unit, what: str) -> None:
+    def unshard(self, unit: Unit, what: str) -> None:
         """Gather ``unit``, which is not the root, and wait for it. ``what``: the kind of use, for error messages."""
         self.comm.waits.place = f"{what} of unit {unit.title} in pass {self._key}"
         self._after_step.sync_params(unit)
@@ -79,7 +79,7 @@ class GatherOrder:
             self._free_leaving()
 
     @outside_autograd
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """Reshard ``unit`` after a use, unless the plan or users' code still needs its parameters gathered."""
         if not unit.reshards or unit.state is not State.GATHERED:
             return
@@ -92,7 +92,7 @@ class GatherOrder:
             self._leaving = unit if self.holds_next else None
 
     def _free_leaving(self) -> None:
-        """Free the memory, if any, that :meth:`release` has left to the unit until the next gather is issued."""
+        """Free the memory, if any, that :meth:`reshard` has left to the unit until the next gather is issued."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.free()

@@ -415,7 +415,7 @@ class Passes:
     def demand(self, unit: Unit, what: str) -> None:
         """Gather ``unit``, which is not the root, for a use in the open pass. ``what``: the use, for errors."""
         self._open.unused = False
-        self.order.acquire(unit, what)
+        self.order.unshard(unit, what)
 
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
         """Reshard ``unit`` after its module's forward, unless it must stay gathered. End the pass if this module call
@@ -423,7 +423,7 @@ class Passes:
         if recording.recorder is not None:
             self.lane.leaves()
         if unit.index and not self.in_backward:
-            self.order.release(unit)
+            self.order.reshard(unit)
         if outermost and self._open.ends_with_call and not self.in_backward:
             self._open.ends_with_call = False
             if not awaits_backward():
@@ -448,7 +448,7 @@ class Passes:
         if keep:
             unit.is_held = True
         elif not self.in_backward:
-            self.order.release(unit)
+            self.order.reshard(unit)
 
     @outside_autograd
     def recomputes(self, unit: Unit) -> None:
@@ -593,7 +593,7 @@ class Passes:
         may_go = self.in_backward and unit.index and not self._open.second_order
         if may_go and not unit.calls and unit.arrived >= unit.expected:
             unit.arrived = 0  # for a second backward
-            self.order.release(unit)
+            self.order.reshard(unit)
 
     def _graph_task_gone(self) -> None:
         """Set ``param.grad`` again after an exception in ``loss.backward()``, to notice a later ``zero_grad``."""
@@ -612,7 +612,7 @@ class Passes:
         self.sharded_grads.place_used()
         if not self._open.second_order:
             for unit in self.units[1:]:
-                self.order.release(unit)
+                self.order.reshard(unit)
 
     @outside_autograd
     def _end_backward(self) -> None:
