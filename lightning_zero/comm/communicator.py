@@ -240,7 +240,7 @@ class Communicator:
         messages are not waited for: on replaced groups they may never end; on kept groups they end late, and touch only
         memory of their own."""
         if self._groups is not None:
-            self.meet(None, what)
+            self.gather_checked(None, what)
             for comm in (self, *self._beside.values()):
                 comm._renew_groups()
         self.waits.asked.clear()  # some ranks may have asked for more
@@ -305,12 +305,12 @@ class Communicator:
         with self._noting_exceptions():
             return gather_on(self._groups.control, value, self.waits, what)
 
-    def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
+    def gather_checked(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
         """Gather as :meth:`all_gather_objects`. All ranks raise ApartError if ``what`` differs. Collective."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
-        """Gather large objects as :meth:`meet` does, on rank 0 alone. Other ranks get None. Collective."""
+        """Gather large objects as :meth:`gather_checked` does, on rank 0 alone. Other ranks get None. Collective."""
         if self.world_size == 1:
             return [value]
         return collect_objects(self._parent, value, self.waits, what)

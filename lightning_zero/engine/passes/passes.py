@@ -402,7 +402,7 @@ class Passes:
                     self.between.use(unit, "a call", self.hooks.running)
                 return
             if self._scope is None and self.calls_meet and any(unit.reshards for unit in self.units):
-                self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
+                self.comm.gather_checked(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
         elif self._stepped:

@@ -463,7 +463,7 @@ class ShardedGrads:
             flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
         if bucket.shards_master:
             with comm.at("a read of .grad, which takes all ranks"):
-                comm.meet(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
+                comm.gather_checked(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
                 comm.sum_(parts)
         values = flat.to(bucket.dtypes.master)
         return (values if scale == 1.0 else values.mul_(scale)).as_strided(info.shape, info.strides)
@@ -558,7 +558,7 @@ class ShardedGrads:
         (self._known_finite.discard if overflowed else self._known_finite.add)(key)
         if overflowed and self._in_a_row[key] == self._most_overflows:
             names = [place.info.fqn for place in places if self._is_nonfinite(place)]
-            table = self._reducer.comm.meet(names[:3], "the names of gradients that are not finite")
+            table = self._reducer.comm.gather_checked(names[:3], "the names of gradients that are not finite")
             first = sorted({name for names in table for name in names}, key=[p.info.fqn for p in places].index)[:3]
             raise RuntimeError(
                 f"{self._most_overflows} step(s) in a row had gradients that are not finite, first those of "
