@@ -184,7 +184,7 @@ def _move_all(engine: Engine, plans: Sequence[BucketPlan], known: Sequence[Entri
     for unit in engine.units:
         for bucket in unit.buckets:
             move = Move(bucket, plans[number])
-            if move.plan != bucket.plan or move.plan.tiers.leaves_device:
+            if move.plan != bucket.plan or move.plan.tiers.uses_host_or_files:
                 for other in follow:
                     other(number, move)
                 with engine.comm.at(f"restaging {bucket.label}"):
