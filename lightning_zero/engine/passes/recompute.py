@@ -357,7 +357,7 @@ class _Call:
         # Inside of the checkpoint's hooks, which would save bare views of weights whose memory is dropped.
         with contextlib.ExitStack() as around:
             if self._unit.reshards:
-                around.enter_context(passes.saved.packed())
+                around.enter_context(passes.saved.hooked())
             around.enter_context(under_modes(self._modes))
             if again:
                 around.callback(random.setstate, random.getstate())

@@ -55,7 +55,7 @@ class Unit:
     expected: int = 0  # number of gradients that this backward brings for the unit's parameters
     arrived: int = 0  # number of these gradients that have arrived since the unit was last dropped
     calls: set[int] = field(default_factory=set)  # open calls: they need frozen weights for gradients of their inputs
-    saved: int = 0  # number of times that `passes/saved_weights.py` has packed one of its weights
+    saved: int = 0  # number of times that `passes/saved_weights.py` has seen autograd save one of its weights
     is_held: bool = False  # stays gathered until the pass ends: users' code or autograd may hold views of the values
     keeps_node_slices: bool = False  # in a pass with a backward: each drop keeps a slice for the node (NodeShard)
     gathers_in_node: bool = False  # the next gather takes the slices that this node's ranks have kept in this pass
