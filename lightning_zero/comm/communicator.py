@@ -116,7 +116,7 @@ class Communicator:
             self._transport = choose_transport(backend, self.shard_size, device)
             self.queues = self.streams.are_there and not self._transport.waits_on_host
             self._kind = GroupKind(self.topology, backend, self.queues, self.even_alone, self.waits.stall_timeout_s)
-            self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
+            self._groups = GROUP_POOL.take_groups(group, self, self._kind, self.waits)
 
     def over(self, topology: Topology, grad_divisor: int) -> Communicator:
         """Return a communicator of the same ranks for buckets with another ``topology``. Collective if that is new.
@@ -226,7 +226,7 @@ class Communicator:
             return self._pending("reduce", label, sent.works, sent.finish, stream, span, keep=data)
 
     @contextlib.contextmanager
-    def at(self, place: str) -> Iterator[None]:
+    def set_place(self, place: str) -> Iterator[None]:
         """Set ``waits.place``, what this rank is doing, in the body, for error messages. An exception leaves it set."""
         before, self.waits.place = self.waits.place, place
         yield
@@ -250,7 +250,7 @@ class Communicator:
         assert before is not None
         # First, because the pool gives out no groups whose counts differ between ranks.
         before.user = lambda: None
-        self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
+        self._groups = GROUP_POOL.take_groups(self._parent, self, self._kind, self.waits)
         if self._groups is not before:
             self.connect(self._units)
 

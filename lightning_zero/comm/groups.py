@@ -174,7 +174,7 @@ class GroupPool:
             self._parents.append(found)
         return found
 
-    def take(self, group: Any, user: object, kind: GroupKind, waits: Waits) -> Groups:
+    def take_groups(self, group: Any, user: object, kind: GroupKind, waits: Waits) -> Groups:
         parent = self.parent(group)
         made = [groups for known, groups in parent.made if known == kind]
         free = self._free(made, parent.agreement, dist.get_world_size(group), waits)

@@ -502,7 +502,7 @@ class Access:
             if not bucket.reshards and not bucket.hides_rounded:
                 # Between passes maybe only some ranks come here: tell the others where, for their error message.
                 read = f"a read of {place.info.fqn} between steps, which takes all ranks"
-                with self._passes.comm.at(read if self._passes.key is None else self._passes.comm.waits.place):
+                with self._passes.comm.set_place(read if self._passes.key is None else self._passes.comm.waits.place):
                     self._after_step.sync_params(unit)
                     unit.unshard_wait()
                 continue

@@ -123,7 +123,7 @@ class Between:
                 f"{what} between steps in a thread of its own: ranks' messages for it would cross those of their main "
                 "threads. Copy what the thread needs in a hook (weight.detach().clone())."
             )
-        with self._comm.at(f"{what} between steps, which all ranks must make"):
+        with self._comm.set_place(f"{what} between steps, which all ranks must make"):
             self._make_room(unit, beside)
             self._comm.gather_checked(None, f"a use of unit {unit.title} between steps")
             if not self.shown:

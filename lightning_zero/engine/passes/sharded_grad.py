@@ -462,7 +462,7 @@ class ShardedGrads:
         if fragment is not None and (bucket.comm.replica == 0 or not bucket.shards_master):  # replicas hold it too
             flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
         if bucket.shards_master:
-            with comm.at("a read of .grad, which takes all ranks"):
+            with comm.set_place("a read of .grad, which takes all ranks"):
                 comm.gather_checked(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
                 comm.sum_(parts)
         values = flat.to(bucket.dtypes.master)

@@ -308,7 +308,7 @@ class ShardedOptimizer(Stepper):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
-        for run in self.runs.of(bucket):
+        for run in self.runs.runs_of(bucket):
             # A list at once, because a step in the worker may add entries meanwhile.
             state = list(self.optimizer.state.get(run.tensor, {}).items())
             yield from (value for name, value in state if is_elementwise(self.optimizer, name, value, run.tensor))
@@ -352,7 +352,7 @@ class ShardedOptimizer(Stepper):
                             yield slot, leaf, bucket.part_of(full, bucket.params[slot])
 
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        for run in self.runs.of(bucket):
+        for run in self.runs.runs_of(bucket):
             states = count_states(self.optimizer) if self.optimizer.state.get(run.tensor) else 0
             yield from [run.tensor.nbytes] * states
 

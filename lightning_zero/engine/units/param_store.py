@@ -100,22 +100,22 @@ class NodeShard:
         self._range = slice(rank * each, (rank + 1) * each)
         self.values: Tensor | None = None
 
-    def of(self, full: Tensor) -> Tensor:
+    def slice_of(self, full: Tensor) -> Tensor:
         return full[self._range]
 
-    def keep(self, full: Tensor) -> None:
+    def keep_slice(self, full: Tensor) -> None:
         """Keep this rank's slice of the gathered values `full` [numel], until `values` is set to None."""
         with torch.inference_mode(False):
-            self.values = self.of(full).clone()
+            self.values = self.slice_of(full).clone()
 
     def put_into(self, full: Tensor) -> None:
         assert self.values is not None, "nothing was kept"
-        self.of(full).copy_(self.values)
+        self.slice_of(full).copy_(self.values)
 
     def becomes(self, full: Tensor) -> None:
         """If this rank keeps a slice, update that slice from the changed values `full` [numel] of the bucket."""
         if self.values is not None:
-            self.values.copy_(self.of(full))
+            self.values.copy_(self.slice_of(full))
 
     def write(self, info: ParamInfo, start: int, value: Tensor) -> None:
         """Write `value`, a whole parameter whose first element in the bucket is `start`, to the kept slice, if any."""
@@ -217,7 +217,7 @@ class FileShard(ParamStore):
 
     def stage_ahead(self) -> None:
         if self._reading is None:
-            self._staged, self._give_back = self._read_ahead.take(self._extent.dtype, self._extent.numel)
+            self._staged, self._give_back = self._read_ahead.take_buffer(self._extent.dtype, self._extent.numel)
             self._reading = self._tier.stage_in(self._extent, self._staged)
 
     def read(self, target: Tensor) -> None:

@@ -157,7 +157,7 @@ class Unit:
             self.before_drop(bucket)  # last chance to copy users' writes to the values into the masters
             # `Bucket.write_master` updates a slice that is kept already.
             if self.keeps_node_slices and bucket.node_shard.values is None:
-                bucket.node_shard.keep(bucket.full.data)
+                bucket.node_shard.keep_slice(bucket.full.data)
         self._enter(State.SHARDED)
         # Placeholders first: to read a parameter on a storage of size 0 could crash the process.
         for bucket in self.resharded:
