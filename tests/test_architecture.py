@@ -175,6 +175,12 @@ def test_one_file_calls_cuda() -> None:
         assert not imports_package(path, "torch.cuda")
 
 
+def test_each_note_is_written_once_and_named_elsewhere() -> None:
+    text = "\n".join(path.read_text() for path in modules())
+    written, named = re.findall(r"^\[Note: (.+)\]$", text, re.MULTILINE), re.findall(r"\[Note: ([^\]]+)\]", text)
+    assert len(written) == len(set(written)) and set(named) == set(written) and min(map(named.count, written)) > 1
+
+
 def test_the_engine_asks_for_placements_and_not_for_stages() -> None:
     for path in in_layer("engine"):
         source = path.read_text()

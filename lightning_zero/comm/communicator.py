@@ -7,9 +7,11 @@ Shards are divided among all ranks or among those of a node (``planning/topology
 message sums a reduced shard over the nodes; in the first, exchanged gradients are summed in two levels. Agreements
 always go over all ranks.
 
+[Note: one order of collectives]
 All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so each of these
 kinds has a group. Where the host waits for messages, it issues the gather half of an all-reduce when it finds the first
-half complete, at a moment that differs between ranks. So this half has a third group.
+half complete, at a moment that differs between ranks. So this half has a third group. What decides about a collective
+must therefore be equal on all ranks: a plan, an agreement, rank 0's order; never how far this rank's threads have got.
 
 On CUDA each kind has a stream (``streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it would use
 another stream with compute's priority. The host never waits. An operation waits for what its issuing stream has
@@ -122,8 +124,7 @@ class Communicator:
         """Return a communicator of the same ranks for buckets with another ``topology``. Collective if that is new.
 
         Only gathers and reductions differ: agreements and small messages still go over all ranks.
-        ``grad_divisor``: what sums of gradients are divided by, the number of batches that ranks compute at a time.
-        """
+        ``grad_divisor``: what sums of gradients are divided by, the number of batches that ranks compute at a time."""
         if topology not in self._beside:
             self._beside[topology] = Communicator(
                 self._parent, self.device, topology=topology, waits=self.waits, long_work=self.long_work, beside=self
@@ -235,10 +236,7 @@ class Communicator:
     def resume(self, what: str = "going on after an exception") -> None:
         """Replace the groups after an exception if ranks have issued different operations on them. Blocks. Collective.
 
-        A rank issues the later half of a reduction when it finds the first half complete. So ranks that raised in the
-        same place may have issued different halves, and the next message would be matched with an older one. Abandoned
-        messages are not waited for: on replaced groups they may never end; on kept groups they end late, and touch only
-        memory of their own."""
+        See [Note: what resume may trust]."""
         if self._groups is not None:
             self.gather_checked(None, what)
             for comm in (self, *self._beside.values()):
@@ -248,7 +246,6 @@ class Communicator:
     def _renew_groups(self) -> None:
         before = self._groups
         assert before is not None
-        # First, because the pool gives out no groups whose counts differ between ranks.
         before.user = lambda: None
         self._groups = GROUP_POOL.take_groups(self._parent, self, self._kind, self.waits)
         if self._groups is not before:
@@ -347,7 +344,7 @@ class Communicator:
         if self._groups is None or self._groups.gather is None:
             # The current stream may still be copying the bytes.
             return Pending(self, label, [], lambda: full, kind="transfer", event=self.streams.mark())
-        # Counted apart from its all-reduce, because ranks issue it at different moments; see :meth:`resume`.
+        # Counted apart from its all-reduce: see [Note: what resume may trust].
         self._groups.issued["second_half"] += group == "second_half"
         kind = "reduce" if group == "second_half" else "gather"
         with self.streams.on("gather") as stream:
@@ -435,7 +432,7 @@ class Communicator:
             self._issue_sum(shard, async_op=False)
         if not whole:
             return shard
-        # On the reductions' group: each reduction issues all of its messages together, in one order on all ranks.
+        # On the reductions' group: each reduction issues all of its messages together.
         if self._groups.reduce is not None:
             full = self._spread(shard, full)
             self._wait_in_stream(self._transport.gather(full, self._members("reduce")).works)
@@ -502,7 +499,7 @@ class Communicator:
                 self._agree(work, "a small reduction")
                 tensor.copy_(found.amax(0) if op == dist.ReduceOp.MAX else found.sum(0))
             return tensor
-        # On a device use the queue of the reductions, whose order is equal on all ranks; never that of the gathers.
+        # On a device use the queue of the reductions, never that of the gathers: [Note: one order of collectives].
         for group in (self._groups.reduce, self._groups.replicate):
             if group is not None:
                 self._run(partial(dist.all_reduce, tensor, op=op, group=group), tensor, "reduce", "a small reduction")
@@ -514,8 +511,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def _noting_exceptions(self) -> Iterator[None]:
-        """If the body raises, make counts differ, so that no rank uses these groups again: of an agreement's messages
-        only the first may have been sent, and the next agreement must not receive it."""
+        """If the body raises, make counts differ: see [Note: what resume may trust]."""
         try:
             yield
         except BaseException:

@@ -120,7 +120,6 @@ class GatherOrder:
 
     def end(self) -> None:
         """End the pass: issue the gathers that other ranks still need, and record a new order. Collective."""
-        # Also units that this rank does not use: a collective that one rank leaves out would hang the others.
         if self._agreeing:
             while set(wants := self._exchange(DONE)) != {DONE}:
                 self._serve(wants)
@@ -214,7 +213,7 @@ class GatherOrder:
         """Return whether ``unit`` can be gathered before its use: False while its masters await an offloaded step."""
         if self.comm.shard_size == 1:
             return unit.step_done
-        # Not by ``step_done``, which depends on this rank's worker: ranks would issue different numbers of gathers.
+        # Not by ``step_done``, which depends on this rank's worker: see [Note: one order of collectives].
         return all(bucket.awaited_step.future is None for bucket in unit.buckets)
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:

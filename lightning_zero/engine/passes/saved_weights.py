@@ -1,8 +1,12 @@
 """Gathers weights that autograd has saved, when a backward reads them.
 
-Autograd saves a weight as a view of its bucket's buffer, whose memory is freed when the unit is resharded. So a saved
-view is packed together with its unit. Autograd unpacks the view just before a kernel reads it, in any kind of backward,
-and unpacking gathers the unit. torch does not check what hooks have packed for in-place changes; this file does.
+A saved view is packed together with its unit: see [Note: freed storage and autograd's views]. Autograd unpacks the view
+just before a kernel reads it, in any kind of backward, and unpacking gathers the unit. torch does not check what hooks
+have packed for in-place changes; this file does.
+
+[Note: weak references and graphs]
+The garbage collector does not see what autograd holds: packed tensors, hooks, `param.grad`, callbacks of a backward. A
+cycle through these lives for ever, with the engine and its shards. So what autograd holds refers to the engine weakly.
 """
 
 from __future__ import annotations
@@ -104,8 +108,8 @@ class SavedWeights:
         if unit is not None:
             unit.saved += 1
             return _Weight(tensor, tensor._version, unit)
-        # Detached: a kernel that saves its own result (tanh) would reference itself, and a graph without a backward
-        # would live for ever. torch restores the history. Detached tensors share their version.
+        # Detached: a kernel that saves its own result (tanh) would reference itself. torch restores the history. See
+        # [Note: weak references and graphs]. Detached tensors share their version.
         return _Other(tensor.detach(), tensor._version)
 
     def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], object], unpack: Callable[..., Tensor]) -> object:

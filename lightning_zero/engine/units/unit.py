@@ -149,8 +149,7 @@ class Unit:
                 self.reshard()
 
     def reshard(self, *, free: bool = True) -> None:
-        """Show placeholders, if the unit reshards, and free the gathered values, or leave that to :meth:`free`. Views
-        that autograd saved are valid after the next gather."""
+        """Show placeholders, if the unit reshards, and free the gathered values, or leave that to :meth:`free`."""
         if not self.reshards:
             return
         for bucket in self.resharded:
@@ -159,7 +158,7 @@ class Unit:
             if self.keeps_node_slices and bucket.node_shard.values is None:
                 bucket.node_shard.keep_slice(bucket.full.data)
         self._enter(State.SHARDED)
-        # Placeholders first: to read a parameter on a storage of size 0 could crash the process.
+        # Placeholders first: see [Note: freed storage and autograd's views].
         for bucket in self.resharded:
             bucket.show(gathered=False)
         if free:

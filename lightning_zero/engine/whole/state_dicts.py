@@ -159,7 +159,7 @@ def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_onl
     def info_of(entry: object) -> ParamInfo | None:
         if not isinstance(entry, Tensor):
             return None
-        # By memory: an override of ``state_dict`` may have detached the parameter, which shares its placeholder.
+        # By memory: an override of ``state_dict`` may have detached the parameter. See [Note: placeholders].
         return by_id.get(id(entry)) or by_storage.get(_identity(entry))
 
     left_out = prefixes_beside(engine.module) if trainable_only else ()
@@ -293,7 +293,7 @@ class _CopyIntoShards(TorchFunctionMode):
         self.did: Callable[[nn.Parameter], object] = lambda param: None
 
     def _users_versions(self) -> dict[str, int]:
-        # Our own writes raise both numbers.
+        # See [Note: version counters].
         return {fqn: info.param._version - info.version for fqn, info in _infos(self.engine).items()}
 
     def refuse_writes(self) -> None:
