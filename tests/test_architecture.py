@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.structure import imports_of, modules, name_of, nodes, private_names_of_lightning
 
-LAYERS = ["settings", "planning", "device", "tiers", "lightning_api", "ranks", "comm", "sequence", "optimizers"]
-LAYERS += ["mesh", "pretrained", "timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric"]
+LAYERS = ["settings", "planning", "device", "tiers", "ranks", "comm", "sequence", "optimizers"]
+LAYERS += ["mesh", "pretrained", "timeline", "engine", "layerwise", "checkpoint", "lightning_api", "trainer", "fabric"]
 LAYERS += ["report", "app"]
 DOORS = {"train", "plan", "submit", "replay", "env", "__main__"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
@@ -19,8 +19,7 @@ TOP_LEVEL = {"settings": "settings", "presets": "settings", "sharding": "layerwi
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.instantiate"}
 USES_HYDRA |= {"app.sweep", "app.replay", "app.own_values", "app.unread"}
 MOST_REPLACED = 23  # methods of Lightning's that objects of a run override
-SPEAK_LIGHTNING = {"lightning_api", "ranks.allocation", "ranks.rendezvous"}
-BELOW_LIGHTNING = LAYERS[: LAYERS.index("trainer")]
+BELOW_LIGHTNING = LAYERS[: LAYERS.index("lightning_api")]
 # What the main job trains. Layers do not import it.
 MAIN_JOB = {"models", "data"}
 COLLECTIVES = re.compile(
@@ -79,8 +78,7 @@ def imports_package(path: Path, *packages: str) -> list[str]:
 
 def test_layers_below_the_strategy_know_no_lightning() -> None:
     for path in in_layer(*BELOW_LIGHTNING):
-        if name_of(path) not in SPEAK_LIGHTNING:
-            assert not imports_package(path, "lightning", "pytorch_lightning", "lightning_zero.lightning_api")
+        assert not imports_package(path, "lightning", "pytorch_lightning", "lightning_zero.lightning_api")
 
 
 def test_private_names_of_lightning_are_taken_by_one_file() -> None:
@@ -175,6 +173,12 @@ def test_one_file_calls_cuda() -> None:
                 assert not re.match(r"torch\.(cuda|cpu|accelerator)\b", ast.unparse(node)), ast.unparse(node)
                 assert node.attr not in {"is_cuda", "pin_memory", "record_stream"}, ast.unparse(node)
         assert not imports_package(path, "torch.cuda")
+
+
+def test_each_note_is_written_once_and_named_elsewhere() -> None:
+    text = "\n".join(path.read_text() for path in modules())
+    written, named = re.findall(r"^\[Note: (.+)\]$", text, re.MULTILINE), re.findall(r"\[Note: ([^\]]+)\]", text)
+    assert len(written) == len(set(written)) and set(named) == set(written) and min(map(named.count, written)) > 1
 
 
 def test_the_engine_asks_for_placements_and_not_for_stages() -> None:

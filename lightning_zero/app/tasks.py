@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
+import lightning
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
@@ -206,7 +207,7 @@ def _report(
         "command": shlex.join(["python", "-m", "lightning_zero.train", *sys.argv[1:]]),
         "next": _next(trainer, checkpoint, finished=finished) if config.task is Task.fit and checkpoint else None,
         "commit": results.commit(),
-        "versions": versions(),
+        "versions": versions(lightning.__version__),
     }
     results.write(folder, found, series, config.zero.timeline)
     if finished and found["next"]:

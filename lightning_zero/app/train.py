@@ -93,7 +93,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
-    from lightning_zero.ranks.allocation import check_srun
+    from lightning_zero.trainer.allocation import check_srun
     from lightning_zero.trainer.saves.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
 

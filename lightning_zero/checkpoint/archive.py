@@ -227,8 +227,8 @@ def _records_of(file: BinaryIO) -> list[Record]:
         infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         for info in infos.values():
             archive.open(info).close()  # compares the table with the header before the record
-            packed = info.compress_type or info.compress_size != info.file_size
-            if packed or info.flag_bits & ~_FLAGS or info.external_attr & _FOLDER:  # torch reads no values from it
+            compressed = info.compress_type or info.compress_size != info.file_size
+            if compressed or info.flag_bits & ~_FLAGS or info.external_attr & _FOLDER:  # torch reads no values from it
                 raise zipfile.BadZipFile(f"its table of records says of {info.filename} what torch.save does not")
     file.seek(0)  # torch starts at the current position
     reader = cast(Any, torch._C.PyTorchFileReader)(file)

@@ -57,7 +57,7 @@ class Generators(NamedTuple):
         if self.cuda is not None:
             accelerator_of(device).set_rng_state(self.cuda)
 
-    def packed(self) -> dict[str, Tensor]:
+    def as_tensors(self) -> dict[str, Tensor]:
         """Return the states as byte tensors by name. Sizes are equal on all ranks with the same type of device."""
         version, words, normal = self.python
         assert version == 3, version
@@ -73,7 +73,7 @@ class Generators(NamedTuple):
         return rows
 
     @classmethod
-    def unpacked(cls, rows: Mapping[str, Tensor]) -> Generators:
+    def from_tensors(cls, rows: Mapping[str, Tensor]) -> Generators:
         *words, has_normal, normal = _PYTHON.unpack(rows["python"].numpy().tobytes())
         python = (3, tuple(words), normal if has_normal else None)
         *keys, place, has_normal, normal = _NUMPY.unpack(rows["numpy"].numpy().tobytes())
@@ -92,7 +92,7 @@ def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: Dev
     saved = len(table["torch"])
     rows = {name: part[rank % saved] for name, part in table.items()}
     if saved == world_size:
-        return Generators.unpacked(rows)
+        return Generators.from_tensors(rows)
     alike = all(torch.equal(part, part[:1].expand_as(part)) for part in table.values())
     digest = hashlib.sha256(b"" if alike else f"{rank} of {world_size}".encode())
     for name in sorted(rows):

@@ -7,9 +7,11 @@ Shards are divided among all ranks or among those of a node (``planning/topology
 message sums a reduced shard over the nodes; in the first, exchanged gradients are summed in two levels. Agreements
 always go over all ranks.
 
+[Note: one order of collectives]
 All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so each of these
 kinds has a group. Where the host waits for messages, it issues the gather half of an all-reduce when it finds the first
-half complete, at a moment that differs between ranks. So this half has a third group.
+half complete, at a moment that differs between ranks. So this half has a third group. What decides about a collective
+must therefore be equal on all ranks: a plan, an agreement, rank 0's order; never how far this rank's threads have got.
 
 On CUDA each kind has a stream (``streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it would use
 another stream with compute's priority. The host never waits. An operation waits for what its issuing stream has
@@ -107,7 +109,7 @@ class Communicator:
         # Logical operations by kind and bucket, and functions that are called with these when one is issued.
         self.counts: Counter[tuple[str, str]] = beside.counts if beside is not None else Counter()
         self.observers: list[Callable[[str, str], None]] = beside.observers if beside is not None else []
-        self.batches = self.world_size  # by which sums of gradients are divided: one of each rank
+        self.grad_divisor = self.world_size  # what sums of gradients are divided by: one batch on each rank
         self._beside: dict[Topology, Communicator] = {}
         self._units: list[tuple[Sends, ...]] = []
         self.even_alone = group is not None and even_alone()
@@ -116,19 +118,18 @@ class Communicator:
             self._transport = choose_transport(backend, self.shard_size, device)
             self.queues = self.streams.are_there and not self._transport.waits_on_host
             self._kind = GroupKind(self.topology, backend, self.queues, self.even_alone, self.waits.stall_timeout_s)
-            self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
+            self._groups = GROUP_POOL.take_groups(group, self, self._kind, self.waits)
 
-    def over(self, topology: Topology, batches: int) -> Communicator:
+    def over(self, topology: Topology, grad_divisor: int) -> Communicator:
         """Return a communicator of the same ranks for buckets with another ``topology``. Collective if that is new.
 
-        Only gathers and reductions differ: agreements and small messages still go over all ranks. ``batches``: divides
-        sums of gradients; how many batches the ranks compute at a time.
-        """
+        Only gathers and reductions differ: agreements and small messages still go over all ranks.
+        ``grad_divisor``: what sums of gradients are divided by, the number of batches that ranks compute at a time."""
         if topology not in self._beside:
             self._beside[topology] = Communicator(
                 self._parent, self.device, topology=topology, waits=self.waits, long_work=self.long_work, beside=self
             )
-            self._beside[topology].batches = batches
+            self._beside[topology].grad_divisor = grad_divisor
         return self._beside[topology]
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
@@ -226,7 +227,7 @@ class Communicator:
             return self._pending("reduce", label, sent.works, sent.finish, stream, span, keep=data)
 
     @contextlib.contextmanager
-    def at(self, place: str) -> Iterator[None]:
+    def set_place(self, place: str) -> Iterator[None]:
         """Set ``waits.place``, what this rank is doing, in the body, for error messages. An exception leaves it set."""
         before, self.waits.place = self.waits.place, place
         yield
@@ -235,12 +236,9 @@ class Communicator:
     def resume(self, what: str = "going on after an exception") -> None:
         """Replace the groups after an exception if ranks have issued different operations on them. Blocks. Collective.
 
-        A rank issues the later half of a reduction when it finds the first half complete. So ranks that raised in the
-        same place may have issued different halves, and the next message would be matched with an older one. Abandoned
-        messages are not waited for: on replaced groups they may never end; on kept groups they end late, and touch only
-        memory of their own."""
+        See [Note: what resume may trust]."""
         if self._groups is not None:
-            self.meet(None, what)
+            self.gather_checked(None, what)
             for comm in (self, *self._beside.values()):
                 comm._renew_groups()
         self.waits.asked.clear()  # some ranks may have asked for more
@@ -248,9 +246,8 @@ class Communicator:
     def _renew_groups(self) -> None:
         before = self._groups
         assert before is not None
-        # First, because the pool gives out no groups whose counts differ between ranks.
         before.user = lambda: None
-        self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
+        self._groups = GROUP_POOL.take_groups(self._parent, self, self._kind, self.waits)
         if self._groups is not before:
             self.connect(self._units)
 
@@ -305,12 +302,12 @@ class Communicator:
         with self._noting_exceptions():
             return gather_on(self._groups.control, value, self.waits, what)
 
-    def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
+    def gather_checked(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
         """Gather as :meth:`all_gather_objects`. All ranks raise ApartError if ``what`` differs. Collective."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
-        """Gather large objects as :meth:`meet` does, on rank 0 alone. Other ranks get None. Collective."""
+        """Gather large objects as :meth:`gather_checked` does, on rank 0 alone. Other ranks get None. Collective."""
         if self.world_size == 1:
             return [value]
         return collect_objects(self._parent, value, self.waits, what)
@@ -347,7 +344,7 @@ class Communicator:
         if self._groups is None or self._groups.gather is None:
             # The current stream may still be copying the bytes.
             return Pending(self, label, [], lambda: full, kind="transfer", event=self.streams.mark())
-        # Counted apart from its all-reduce, because ranks issue it at different moments; see :meth:`resume`.
+        # Counted apart from its all-reduce: see [Note: what resume may trust].
         self._groups.issued["second_half"] += group == "second_half"
         kind = "reduce" if group == "second_half" else "gather"
         with self.streams.on("gather") as stream:
@@ -435,7 +432,7 @@ class Communicator:
             self._issue_sum(shard, async_op=False)
         if not whole:
             return shard
-        # On the reductions' group: each reduction issues all of its messages together, in one order on all ranks.
+        # On the reductions' group: each reduction issues all of its messages together.
         if self._groups.reduce is not None:
             full = self._spread(shard, full)
             self._wait_in_stream(self._transport.gather(full, self._members("reduce")).works)
@@ -502,7 +499,7 @@ class Communicator:
                 self._agree(work, "a small reduction")
                 tensor.copy_(found.amax(0) if op == dist.ReduceOp.MAX else found.sum(0))
             return tensor
-        # On a device use the queue of the reductions, whose order is equal on all ranks; never that of the gathers.
+        # On a device use the queue of the reductions, never that of the gathers: [Note: one order of collectives].
         for group in (self._groups.reduce, self._groups.replicate):
             if group is not None:
                 self._run(partial(dist.all_reduce, tensor, op=op, group=group), tensor, "reduce", "a small reduction")
@@ -514,8 +511,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def _noting_exceptions(self) -> Iterator[None]:
-        """If the body raises, make counts differ, so that no rank uses these groups again: of an agreement's messages
-        only the first may have been sent, and the next agreement must not receive it."""
+        """If the body raises, make counts differ: see [Note: what resume may trust]."""
         try:
             yield
         except BaseException:

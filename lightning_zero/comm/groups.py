@@ -1,4 +1,11 @@
-"""Makes the process groups of communicators, and reuses them, because torch never frees a group."""
+"""Makes the process groups of communicators, and reuses them, because torch never frees a group.
+
+[Note: what resume may trust]
+After an exception `Communicator.resume` keeps groups on which all ranks have issued equal numbers of each operation: an
+operation uses one group in one order, so no message lacks its counterparts. Ranks that raised in the same place may
+differ: each issues the later half of a reduction, counted apart, when it finds the first half complete. Of a failed
+agreement only the first message may have been sent, so that rank makes its counts differ. Nobody waits for abandoned
+messages: on replaced groups they may never end; on kept ones they end late, and touch only memory of their own."""
 
 from __future__ import annotations
 
@@ -73,9 +80,7 @@ class Groups:
 
     @property
     def all_issued(self) -> list[int]:
-        """Return how many operations of each of :data:`OPERATIONS` this rank has issued. Each kind uses one group in
-        one order. So no message lacks its counterparts if these lists (not only their sums) are equal on all ranks.
-        """
+        """Return how many of each of :data:`OPERATIONS` this rank has issued. See [Note: what resume may trust]."""
         assert self.issued.keys() <= set(OPERATIONS)
         return [self.issued[kind] for kind in OPERATIONS]
 
@@ -174,7 +179,7 @@ class GroupPool:
             self._parents.append(found)
         return found
 
-    def take(self, group: Any, user: object, kind: GroupKind, waits: Waits) -> Groups:
+    def take_groups(self, group: Any, user: object, kind: GroupKind, waits: Waits) -> Groups:
         parent = self.parent(group)
         made = [groups for known, groups in parent.made if known == kind]
         free = self._free(made, parent.agreement, dist.get_world_size(group), waits)

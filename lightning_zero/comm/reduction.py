@@ -77,7 +77,7 @@ class Pending:
 class Reduction:
     """Handle of a reduction in flight. ``land`` waits for the first phase, the sum of this rank's slice over the ranks
     that share shards (or those of them on this node), and issues the next one: a sum over nodes or replicas, or the
-    gather of an all-reduce. So all ranks must land reductions in one order. ``finish`` waits for all phases."""
+    gather of an all-reduce. See [Note: one order of collectives]. ``finish`` waits for all phases."""
 
     def __init__(self, first: Pending, *later: Callable[[Tensor], Pending]) -> None:
         """``first``: the first operation. Each of ``later`` gets the previous result and issues the next operation."""
@@ -125,7 +125,7 @@ class SpareBuffers:
     def nbytes(self) -> int:
         return sum([buffer.nbytes for buffer in self._kept])
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         for index, buffer in enumerate(self._kept):
             if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
                 return self._kept.pop(index)

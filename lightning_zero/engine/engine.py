@@ -353,7 +353,7 @@ class Engine:
         wanted = {id(optimizer): optimizer for optimizer in listed}
         # With a state of its own by now, an optimizer has loaded one.
         own = [id(user()) in wanted and not wanted[id(user())].state for _, user in paused]
-        goes_on = [all(row) for row in zip(*self.comm.meet(own, "which optimizers come back"), strict=True)]
+        goes_on = [all(row) for row in zip(*self.comm.gather_checked(own, "which optimizers come back"), strict=True)]
         self._release_optimizers([pair for pair, goes in zip(paused, goes_on, strict=True) if not goes], "cpu")
         known = {id(user()): stepper for (stepper, user), goes in zip(paused, goes_on, strict=True) if goes}
         for optimizer in listed:
@@ -374,7 +374,7 @@ class Engine:
         if sum(info.numel for bucket in self.buckets for info in bucket.params) > LARGE_NUMEL:
             gc.collect()  # optimizers lie in cycles, and large states are not to be gathered for nobody
         held = [user() is not None for _, user in paused]
-        is_held = [any(row) for row in zip(*self.comm.meet(held, "which optimizers are left"), strict=True)]
+        is_held = [any(row) for row in zip(*self.comm.gather_checked(held, "which optimizers are left"), strict=True)]
         for (stepper, user), gives in zip(paused, is_held, strict=True):
             known = all_entries(self, stepper) if gives else {}
             states = state_dicts.whole_states(self, stepper, known, device=device) if gives else {}

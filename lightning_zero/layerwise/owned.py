@@ -73,7 +73,7 @@ class Owned:
 
     # -- which tensors --------------------------------------------------------------------------------------------
 
-    def take(self, wanted: Sequence[WholeTensor]) -> None:
+    def replace_tensors(self, wanted: Sequence[WholeTensor]) -> None:
         """Replace the set of tensors by ``wanted``, after param groups have changed. Tensors of the old set keep their
         objects and state. Those that have been stepped are kept, with their state, as they may come back."""
         found = {key: tensor for key, tensor in self.tensors.items() if key in self._stepped}

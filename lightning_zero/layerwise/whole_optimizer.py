@@ -269,7 +269,7 @@ class WholeOptimizer(Stepper):
         owners = choose_owners(costs, self._comm.shard_size, [t.owner if t is not None else None for t in known])
         for tensor, owner in zip(wanted, owners, strict=True):
             tensor.owner = owner
-        self.owned.take(wanted)
+        self.owned.replace_tensors(wanted)
         tensors = [self.owned.tensors[t.bucket, t.info.slot] for t in wanted]
         self._messages = [[tensors[place] for place in message] for message in messages]
         self._arranged = arranged

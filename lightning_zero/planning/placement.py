@@ -40,7 +40,7 @@ class TierRow(NamedTuple):
         return self.master is not Tier.device
 
     @property
-    def leaves_device(self) -> bool:
+    def uses_host_or_files(self) -> bool:
         """Return whether a role takes room on the host or in files."""
         return any(tier is not Tier.device for tier in self)
 

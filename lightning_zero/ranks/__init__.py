@@ -3,7 +3,6 @@
 ::
 
     start      started_by    which launcher started this process, and its place in the job
-               allocation    compares what was started with what the run expects; mpirun without mpi4py
                rendezvous    all ranks join in a store with equal settings, or a message says which did not; then
                              they make the process group
     run        waits         bounded waits for other ranks, with errors that name ranks

@@ -22,7 +22,7 @@ _JSON = (type(None), bool, int, float, str)
 
 def dumps(value: Any) -> bytes:
     """Encode ``value`` as JSON; tensors lose their graph. Raises TypeError unless it consists of plain values."""
-    return json.dumps(_packed(value)).encode()
+    return json.dumps(_encoded(value)).encode()
 
 
 def loads(message: bytes) -> Any:
@@ -37,16 +37,16 @@ def loads(message: bytes) -> Any:
         ) from error
 
 
-def _packed(value: Any) -> Any:
+def _encoded(value: Any) -> Any:
     kind = type(value)
     if kind in _JSON:
         return value
     if kind is list:
-        return [_packed(entry) for entry in value]
+        return [_encoded(entry) for entry in value]
     if kind.__name__ in _KINDS and kind is _KINDS[kind.__name__][0]:
-        return {kind.__name__: _packed(_KINDS[kind.__name__][1](value))}
+        return {kind.__name__: _encoded(_KINDS[kind.__name__][1](value))}
     if _is_ours(kind):
-        return {"ours": [kind.__module__, kind.__qualname__, *map(_packed, _parts(value))]}
+        return {"ours": [kind.__module__, kind.__qualname__, *map(_encoded, _parts(value))]}
     raise TypeError(
         "expected None, numbers, text, bytes, paths, dtypes, tensors, and lists, tuples, sets and dicts of these to "
         f"send to other ranks, got a {kind.__module__}.{kind.__qualname__}. Send what it is made of, such as its "
@@ -84,7 +84,7 @@ def _parts(value: Any) -> list[Any]:
     return [getattr(value, field.name) for field in dataclasses.fields(value)]
 
 
-def _packed_tensor(tensor: Tensor) -> list[Any]:
+def _encoded_tensor(tensor: Tensor) -> list[Any]:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise TypeError(f"expected a dense tensor to send to other ranks, got one of {tensor.layout}. Send to_dense().")
     host = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -118,6 +118,6 @@ _KINDS: dict[str, _Kind] = {
         (torch.Size, list, torch.Size),
         (torch.dtype, lambda value: str(value).removeprefix("torch."), _dtype),
         (torch.device, str, torch.device),
-        (Tensor, _packed_tensor, _made_tensor),
+        (Tensor, _encoded_tensor, _made_tensor),
     )
 }

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 import lightning_zero
-from lightning_zero.lightning_api import ClusterEnvironment, pl, rank_zero_info
 from lightning_zero.settings import ConfigError, ZeroConfig
 
 # Settings that may differ between ranks: paths of a node, and folder names that contain the time.
@@ -57,11 +56,11 @@ def shared_settings(config: ZeroConfig, more: Mapping[str, Any]) -> dict[str, st
     return {k: v.replace(run_dir, "<run_dir>") if run_dir else v for k, v in flat.items() if k not in OWN_SETTINGS}
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of packages and Python that must be equal on all ranks."""
+def versions(lightning: str) -> dict[str, str]:
+    """Return the versions of packages and Python that must be equal on all ranks. ``lightning``: its version."""
     return {
         "lightning_zero": lightning_zero.__version__,
-        "lightning": pl.__version__,
+        "lightning": lightning,
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
@@ -342,21 +341,22 @@ def _no_store(
 
 
 def join(
-    environment: ClusterEnvironment,
     backend: str,
     shared: Mapping[str, Mapping[str, str]],
     *,
+    rank: int,
+    world: int,
+    address: str,
+    port: int,
     timeout: timedelta,
     stall_timeout_s: float | None,
     wait_s: float,
     per_node: int,
-) -> None:
-    """Join the other ranks and make the default process group; rank 0 logs who came. Collective.
+) -> list[str]:
+    """Join the other ranks and make the default process group. Return lines to log, which say who came. Collective.
 
     Waits ``wait_s`` seconds for ranks, then raises a StartError. ``timeout``: of the store and the process group; for a
     group on gloo, ``stall_timeout_s`` replaces it, unless None."""
-    rank, world = environment.global_rank(), environment.world_size()
-    address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     store = open_store(address, port, rank=rank, timeout=timeout, wait_s=wait_s)
     own = Member(rank=rank, world_size=world, host=socket.gethostname(), pid=os.getpid())
@@ -377,10 +377,8 @@ def join(
             f"{socket.gethostname()}{ip}: {str(error).splitlines()[0]}. Set {name} to the network interface "
             "that the nodes share (ip addr lists them)."
         ) from error
-    if members:
-        rank_zero_info(f"ranks: {world} of {world} on {places(members.values())}")
-        if len({m.host for m in members.values()}) > 1 or logging.getLogger("lightning_zero").isEnabledFor(
-            logging.DEBUG
-        ):
-            same = ", ".join(f"{name} {version}" for name, version in shared["versions"].items())
-            rank_zero_info(f"address: {where}, {backend}; the same on all ranks: settings, {same}")
+    lines = [f"ranks: {world} of {world} on {places(members.values())}"]
+    if len({m.host for m in members.values()}) > 1 or logging.getLogger("lightning_zero").isEnabledFor(logging.DEBUG):
+        same = ", ".join(f"{name} {version}" for name, version in shared["versions"].items())
+        lines.append(f"address: {where}, {backend}; the same on all ranks: settings, {same}")
+    return lines if members else []

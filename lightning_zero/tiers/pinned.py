@@ -80,7 +80,7 @@ class ReadAhead(_Pinned):
         self._free: list[tuple[int, Any]] = [(place, None) for place in range(READ_AHEAD)]
         self._lock = threading.Lock()
 
-    def take(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Callable[[Any], None]]:
+    def take_buffer(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Callable[[Any], None]]:
         """Return memory [numel] to read a file into, and a function. Call the function with the copy's event, once the
         copy to the device is queued. If no buffer is free, or the read is small, the memory is new and temporary."""
         nbytes = numel * dtype.itemsize

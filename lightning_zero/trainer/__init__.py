@@ -6,6 +6,7 @@
     saves/          checkpoints          memory/    how much memory a run needs; stage=auto
     callbacks/      ZeroMonitor, and Lightning's callbacks on shards
     processes       start, connect and end processes; launchers: start them by script or fork
+    allocation      compares what was started with what the run expects; mpirun without mpi4py
     precision       precision plugin; precision_row and settings are shared with Fabric
     registration    names for Trainer(strategy=) and Fabric(strategy=)
     interruptions   SIGTERM and the requeue signal: all ranks end the run at the same step

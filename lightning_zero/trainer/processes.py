@@ -22,14 +22,14 @@ from lightning_zero.comm.groups import even_alone
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import bind_near, default_device
 from lightning_zero.engine.engine import Engine, engines
-from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, rank_zero_info, reduce_tensor
+from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, pl, rank_zero_info, reduce_tensor
 from lightning_zero.planning.topology import check_groups
 from lightning_zero.ranks import rendezvous
-from lightning_zero.ranks.allocation import check_allocation, own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError, ZeroConfig, names_arguments
 from lightning_zero.tiers.limits import available_cpus
 from lightning_zero.trainer import launchers
+from lightning_zero.trainer.allocation import check_allocation, own_environment
 from lightning_zero.trainer.settings import RunPlan
 
 T = TypeVar("T")
@@ -195,15 +195,20 @@ class Processes:
         few = f" ({here} here, on {cores} cores)" if cores < here else ""
         rank_zero_info(f"waiting for {self.world_size} processes{few}, which first import torch and Lightning")
         settings = rendezvous.shared_settings(self.config, self._settings_of_front() | dict(self.run_plan.settings))
-        rendezvous.join(
-            self.cluster_environment,
+        lines = rendezvous.join(
             self._process_group_backend,
-            {"versions": rendezvous.versions(), "settings": settings},
+            {"versions": rendezvous.versions(pl.__version__), "settings": settings},
+            rank=self.cluster_environment.global_rank(),
+            world=self.cluster_environment.world_size(),
+            address=self.cluster_environment.main_address,
+            port=self.cluster_environment.main_port,
             timeout=timeout,
             stall_timeout_s=self.config.stall_timeout_s if self._timeout is None else None,
             wait_s=self.config.stall_timeout_s,
             per_node=self.num_processes,
         )
+        for line in lines:
+            rank_zero_info(line)
 
     def _end_forked(self, *, failed: bool) -> None:
         """Close files and process group at the end of a forked process, which runs no exit handlers. ``failed``:

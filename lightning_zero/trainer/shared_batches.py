@@ -25,7 +25,7 @@ def seed_alike(group: SequenceGroup) -> None:
     chooses, must agree. Collective.
 
     Without ``seed_everything`` every process starts with a seed of its own."""
-    states = [zlib.crc32(state.numpy().tobytes()) for state in Generators.now(group.device).packed().values()]
+    states = [zlib.crc32(state.numpy().tobytes()) for state in Generators.now(group.device).as_tensors().values()]
     found = group.gather_objects((states, torch.initial_seed()), "random numbers of ranks that share a batch")
     if any(other != found[0] for other in found):
         Generators.seeded(found[0][1], group.device).restore(group.device)

@@ -335,7 +335,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         if engine is not None:
             reshaped = whole_params.take_reshaped(engine)
             whole_params.shard_again(engine, keep=not fitting)  # a fit changes all values
-            if any(engine.comm.meet(bool(reshaped), "whether parameters have other shapes than before")):
+            if any(engine.comm.gather_checked(bool(reshaped), "whether parameters have other shapes than before")):
                 self._reset_optimizers_and_schedulers()
                 engine.release()
                 for param, values in reshaped.items():

@@ -1,4 +1,4 @@
-"""States of generators, packed into tensors and back, and seeds for another number of ranks."""
+"""States of generators, as tensors and back, and seeds for another number of ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draw() -> list[float]:
 
 
 def table(*states: Generators) -> dict[str, Tensor]:
-    rows = [state.packed() for state in states]
+    rows = [state.as_tensors() for state in states]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -48,10 +48,10 @@ def test_generators_go_on_from_a_saved_state() -> None:
             np.random.set_state((kind, words, 0, *normal))  # type: ignore[arg-type, misc]
         state = Generators.now(CPU)
         file = io.BytesIO()
-        torch.save(state.packed(), file)
+        torch.save(state.as_tensors(), file)
         file.seek(0)
         expected = [draw(), draw()]
-        Generators.unpacked(torch.load(file, weights_only=True)).restore(CPU)
+        Generators.from_tensors(torch.load(file, weights_only=True)).restore(CPU)
         assert [draw(), draw()] == expected
 
 
@@ -91,8 +91,9 @@ def test_another_generator_of_numpys_stays_as_it_is() -> None:
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
         own, seeded = Generators.now(CPU), Generators.seeded(3, CPU)
+        copies = [Generators.from_tensors(each.as_tensors()) for each in (own, seeded)]
         state = np.random.get_state(legacy=False)
-        for generators in (own, Generators.unpacked(own.packed()), seeded, Generators.unpacked(seeded.packed())):
+        for generators in (own, seeded, *copies):
             generators.restore(CPU)
             assert np.random.get_state(legacy=False) == state
     finally:
@@ -104,9 +105,9 @@ def test_another_generator_of_numpys_stays_as_it_is() -> None:
 def test_generators_of_a_gpu_go_on_from_a_saved_state() -> None:
     device = torch.device("cuda", 0)
     torch.rand(5, device=device)
-    packed = Generators.now(device).packed()
+    states = Generators.now(device).as_tensors()
     expected = torch.rand(5, device=device)
-    Generators.unpacked(packed).restore(device)
+    Generators.from_tensors(states).restore(device)
     assert torch.equal(torch.rand(5, device=device), expected)
     Generators.seeded(3, device).restore(device)
     torch.cuda.get_rng_state(device)

@@ -60,15 +60,15 @@ CPU = torch.device("cpu")
 
 def test_the_largest_stay_within_the_bound() -> None:
     spare = SpareBuffers(48)
-    small, large = spare.take(4, torch.float32, CPU), spare.take(8, torch.float32, CPU)
+    small, large = spare.take_buffer(4, torch.float32, CPU), spare.take_buffer(8, torch.float32, CPU)
     spare.give_back(large)
     spare.give_back(small)
     assert spare.nbytes == 48
     spare.give_back(torch.empty(5))
     assert spare.nbytes == 32
-    assert spare.take(8, torch.bfloat16, CPU).data_ptr() != large.data_ptr()
-    assert spare.take(8, torch.float32, CPU).data_ptr() == large.data_ptr()
-    assert spare.take(8, torch.float32, CPU).data_ptr() != large.data_ptr()
+    assert spare.take_buffer(8, torch.bfloat16, CPU).data_ptr() != large.data_ptr()
+    assert spare.take_buffer(8, torch.float32, CPU).data_ptr() == large.data_ptr()
+    assert spare.take_buffer(8, torch.float32, CPU).data_ptr() != large.data_ptr()
     spare.give_back(torch.empty(13))  # larger than all that is kept
     spare.give_back(torch.empty(4, device="meta"))
     assert spare.nbytes == 0

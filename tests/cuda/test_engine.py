@@ -190,7 +190,7 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{UNITS}.master_storage:HostStorage.open", f"self._tier.{ON_HOST}(self._reads)", 1, {"row": "optimizer_cpu"}),
     ("lightning_zero.engine.whole.snapshot:Snapshot.stage", f"{ON_HOST}(arrived)", 1, {}),
     (f"{TIERS}.pinned:Sender.send", f"self._{ON_HOST}(self._sent[turn % 2])", 2, {"row": "optimizer_nvme"}),
-    (f"{TIERS}.pinned:ReadAhead.take", f"self._{ON_HOST}(event)", 2, {"row": "nvme"}),
+    (f"{TIERS}.pinned:ReadAhead.take_buffer", f"self._{ON_HOST}(event)", 2, {"row": "nvme"}),
 ]
 
 

@@ -24,7 +24,7 @@ ARRIVED = Wait("engine/units/grad_store.py: _wait", "event", main=False)
 LANDED = Wait("engine/units/grad_store.py: Landing._land", "event", main=False)
 TO_WRITE = Wait("engine/units/master_storage.py: HostStorage.open", "event", main=False)
 SENT = Wait("tiers/pinned.py: Sender.send", "event", main=False)
-READ_INTO = Wait("tiers/pinned.py: ReadAhead.take", "event")
+READ_INTO = Wait("tiers/pinned.py: ReadAhead.take_buffer", "event")
 
 # In one step at stage 3 that repeats what is known. The worst case: the device is behind, and steps are begun late.
 # Threads wait. The main thread does, too, for memory that the disk is about to write to.

@@ -38,14 +38,14 @@ pytestmark = pytest.mark.sample  # the full tier has all cases
 def exchanges() -> Iterator[list[str]]:
     """What ranks met for inside, besides a gather and the end."""
     found: list[str] = []
-    meet = Communicator.meet
+    gather = Communicator.gather_checked
 
     def counted(self: Communicator, value: object, what: str) -> list[object]:
         if not what.startswith(("gather()", "engine.release()")):
             found.append(what)
-        return meet(self, value, what)
+        return gather(self, value, what)
 
-    with mock.patch.object(Communicator, "meet", counted):
+    with mock.patch.object(Communicator, "gather_checked", counted):
         yield found
 
 

@@ -100,16 +100,16 @@ def test_a_parameter_passes_few_files() -> None:
 @on_ranks(2)
 def test_a_gradient_passes_few_files() -> None:
     """From autograd to the shard that the optimizer steps."""
-    take, complete, reduce = Reducer.take, BucketGrads.complete, DirectTransport.reduce
+    accept_grad, complete, reduce = Reducer.accept_grad, BucketGrads.complete, DirectTransport.reduce
     with Sharded(Model(depth=3), stage=3) as side:
         train(side, range(2))
         bucket = side.engine.units[2].buckets[0]
         with files_with([]) as (found, followed):
 
-            def taken(self: Reducer, into: Bucket, slot: int, grad: Tensor) -> None:
+            def accepted(self: Reducer, into: Bucket, slot: int, grad: Tensor) -> None:
                 if into is bucket:
                     followed.append(grad)
-                take(self, into, slot, grad)
+                accept_grad(self, into, slot, grad)
                 if into is bucket and (local := self.grads[bucket].local) is not None:
                     followed.append(local)
 
@@ -131,7 +131,7 @@ def test_a_gradient_passes_few_files() -> None:
                 return works, noted
 
             with (
-                mock.patch.object(Reducer, "take", taken),
+                mock.patch.object(Reducer, "accept_grad", accepted),
                 mock.patch.object(BucketGrads, "complete", completed),
                 mock.patch.object(DirectTransport, "reduce", reduced),
             ):

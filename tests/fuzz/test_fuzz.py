@@ -42,13 +42,13 @@ def test_random_programs_train_like_the_plain_twin(count: int) -> None:
 
 def gradients_are_sums() -> None:
     """They are not divided by the number of ranks."""
-    take = BucketGrads.take
+    store_grad = BucketGrads.store_grad
 
     def broken(self: BucketGrads, slot: int, grad: torch.Tensor) -> None:
         self.scale = 1.0
-        take(self, slot, grad)
+        store_grad(self, slot, grad)
 
-    BucketGrads.take = broken  # type: ignore[method-assign]
+    BucketGrads.store_grad = broken  # type: ignore[method-assign]
 
 
 def writes_are_lost() -> None:

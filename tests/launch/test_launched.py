@@ -16,11 +16,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.ranks import allocation, rendezvous, resume
-from lightning_zero.ranks.allocation import own_environment
+from lightning_zero.ranks import rendezvous, resume
 from lightning_zero.ranks.started_by import MPI_VARIABLES, Launched, launched, tasks_of_nodes
 from lightning_zero.settings import ConfigError, ZeroConfig
-from lightning_zero.trainer import launchers
+from lightning_zero.trainer import allocation, launchers
+from lightning_zero.trainer.allocation import own_environment
 from tests.harness import LAUNCHERS
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "abc", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -153,7 +153,7 @@ def test_paths_and_threads_may_differ_between_nodes() -> None:
     assert rendezvous.shared_settings(one, other) == first
     assert first != rendezvous.shared_settings(one, {**more, "seed": 2})
     assert first["zero.stage.name"] == "zero3" and "zero.offload.nvme_path" not in first
-    assert rendezvous.versions()["torch"] == torch.__version__
+    assert rendezvous.versions("2.6")["torch"] == torch.__version__
 
 
 # -- jobs that start again --------------------------------------------------------------------------------------------

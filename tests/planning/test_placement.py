@@ -74,5 +74,5 @@ def test_uneven_nodes_are_refused_with_their_ranks() -> None:
 
 def test_a_row_of_gradients_alone_takes_room_and_gathers_on_the_device() -> None:
     alone = ON_DEVICE._replace(grad=Tier.host)
-    assert (alone.leaves_device, alone.gathers_from_host) == (True, False)
+    assert (alone.uses_host_or_files, alone.gathers_from_host) == (True, False)
     assert all(row.gathers_from_host == (row != ON_DEVICE) for row in OFFLOADS.values())

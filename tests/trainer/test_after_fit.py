@@ -173,16 +173,16 @@ def test_ranks_of_a_host_share_one_copy(tmp_path: Path) -> None:
     module(Samples()[0][0][None])
     float(module.wide.weight.sum())
     maps = mapped(others)
-    inodes = engine.comm.meet({entry["inode"] for entry in maps}, "inodes")
+    inodes = engine.comm.gather_checked({entry["inode"] for entry in maps}, "inodes")
     assert len(inodes[0]) == 1 and inodes[0] == inodes[1]  # one file, of which there is one copy of each page
     own = next(entry for entry in maps if entry["private"])
     assert own["Size"] >= nbytes and own["Anonymous"] == 0
-    engine.comm.meet(None, "read")
+    engine.comm.gather_checked(None, "read")
     if dist.get_rank() == 1:
         module.wide.weight.data[0, 0] = 5.0
         page = os.sysconf("SC_PAGE_SIZE")
         assert next(entry for entry in mapped(others) if entry["private"])["Anonymous"] == page
-    engine.comm.meet(None, "written")
+    engine.comm.gather_checked(None, "written")
     assert (module.wide.weight[0, 0] == 5.0) == (dist.get_rank() == 1)
     assert set(os.listdir("/dev/shm")) <= before
     module.wide.weight.data.copy_(run.weights["wide.weight"])
@@ -264,7 +264,7 @@ def test_exception_at_the_end_of_training_waits_for_nobody(tmp_path: Path) -> No
     def save(interruptions: Interruptions, *, last: bool = False) -> None:
         if last:
             comm: Any = interruptions._comm
-            comm.meet = lambda value, what, **_: messages.append(what) or [value]
+            comm.gather_checked = lambda value, what, **_: messages.append(what) or [value]
             raise OSError("no space left")
 
     strategy = ZeroStrategy("zero3")

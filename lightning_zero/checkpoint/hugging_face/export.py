@@ -128,7 +128,7 @@ class _Tensors:
         place = self._engine.units.place_of(self._infos[key].param)
         if self._gathered is None or self._gathered[0] is not place.bucket:
             self._gathered = None  # first, so that two are never held
-            with self._engine.comm.at("export or lightning_zero.stream, of which all ranks take all tensors"):
+            with self._engine.comm.set_place("export or lightning_zero.stream, of which all ranks take all tensors"):
                 self._gathered = place.bucket, place.bucket.full_master()
         return joined(self._engine.comm, place.info, place.bucket.part_of(self._gathered[1], place.info))
 

@@ -78,7 +78,7 @@ def make_index(entries: Iterable[Entry], folder: str, extra: str = EXTRA) -> Met
     return Metadata(state, paths, storage, StorageMeta(folder, save_id=extra), CURRENT_DCP_VERSION)
 
 
-def packed(index: Metadata) -> bytes:
+def as_bytes(index: Metadata) -> bytes:
     """Return the bytes of the file ``.metadata``: a pickle, then its checksum, at which other readers do not look."""
     data = pickle.dumps(index)
     return data + _TRAILER % zlib.crc32(data)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.durable import begin_sync, leave, naming, written_aside
-from lightning_zero.checkpoint.sharded.index import EXTRA, SUFFIX, make_index, packed, refuse_other_folder
+from lightning_zero.checkpoint.sharded.index import EXTRA, SUFFIX, as_bytes, make_index, refuse_other_folder
 from lightning_zero.checkpoint.sharded.items import Entry, Item, items_of
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, together
 from lightning_zero.comm.streams import Streams
@@ -155,7 +155,7 @@ def _why_not(behind: Behind, items: Sequence[Item]) -> str:
 def _end(stack: contextlib.ExitStack, rest_of: Place, target: Place, found: Sequence[list[Entry]] | None) -> None:
     if found is not None:
         index = make_index((entry for entries in found for entry in entries), str(target), rest_of.name)
-        (rest_of.parent / INDEX).write_bytes(packed(index))
+        (rest_of.parent / INDEX).write_bytes(as_bytes(index))
     stack.close()
 
 

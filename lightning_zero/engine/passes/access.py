@@ -438,7 +438,7 @@ class Access:
         # Outside of ``outside_autograd``: the caller's grad mode says whether autograd will save weights.
         saved, saves = self._passes.saved, bool(brought) and torch.is_grad_enabled()
         packs = saves and hooks_allowed() and saved.alone
-        with saved.packed() if packs else contextlib.nullcontext():
+        with saved.hooked() if packs else contextlib.nullcontext():
             result = run()
         # Our hooks miss some uses of a buffer: weights that autograd saved without them, and results that are views.
         tensors = [t for t in find_tensors(result) if not any(t is p for p in params)]
@@ -502,7 +502,7 @@ class Access:
             if not bucket.reshards and not bucket.hides_rounded:
                 # Between passes maybe only some ranks come here: tell the others where, for their error message.
                 read = f"a read of {place.info.fqn} between steps, which takes all ranks"
-                with self._passes.comm.at(read if self._passes.key is None else self._passes.comm.waits.place):
+                with self._passes.comm.set_place(read if self._passes.key is None else self._passes.comm.waits.place):
                     self._after_step.sync_params(unit)
                     unit.unshard_wait()
                 continue

@@ -123,9 +123,9 @@ class Between:
                 f"{what} between steps in a thread of its own: ranks' messages for it would cross those of their main "
                 "threads. Copy what the thread needs in a hook (weight.detach().clone())."
             )
-        with self._comm.at(f"{what} between steps, which all ranks must make"):
+        with self._comm.set_place(f"{what} between steps, which all ranks must make"):
             self._make_room(unit, beside)
-            self._comm.meet(None, f"a use of unit {unit.title} between steps")
+            self._comm.gather_checked(None, f"a use of unit {unit.title} between steps")
             if not self.shown:
                 self._settle()
                 self._writes.take_all_over()
@@ -146,7 +146,7 @@ class Between:
         if on_device:
             accelerator.release_cached()
         own = accelerator.free_nbytes() if on_device else available_host_memory()
-        table = self._comm.meet((machine(), own), f"{what} between steps, which all ranks must call")
+        table = self._comm.gather_checked((machine(), own), f"{what} between steps, which all ranks must call")
         places = [place for place, _ in table]
         for rank, (place, free) in enumerate(table):
             where = f"the device of rank {rank}" if on_device else f"the host of rank {rank}, for each of its ranks"
@@ -266,7 +266,7 @@ class Between:
         for bucket in hidden:
             bucket.hide_masters()
         left = [b for b in self.memory if not b.shows_masters]
-        table = self._comm.meet((written, [number_of[b] for b in left if self.memory[b].is_held]), what)
+        table = self._comm.gather_checked((written, [number_of[b] for b in left if self.memory[b].is_held]), what)
         slots_of = {
             bucket: sorted({slot for found, _ in table for slot in found.get(number, ())})
             for bucket, number in number_of.items()
@@ -310,7 +310,9 @@ class Between:
         """Raise RuntimeError on all ranks if values that some rank has written are not the same on all. Collective."""
         if not written or self._comm.world_size == 1:
             return
-        table = self._comm.meet([self._checksum(*place) for place in written], "what was written between steps")
+        table = self._comm.gather_checked(
+            [self._checksum(*place) for place in written], "what was written between steps"
+        )
         unequal = [
             info.fqn
             for number, (bucket, info) in enumerate(written)

@@ -80,7 +80,7 @@ class BucketGrads:
         later = self._exchanges or (self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5)
         self.scale_on_arrival, self.scale_of_sum = (1.0, self.scale) if later else (self.scale, 1.0)
 
-    def take(self, slot: int, grad: Tensor) -> bool:
+    def store_grad(self, slot: int, grad: Tensor) -> bool:
         """Store one parameter's gradient. Returns whether the bucket needs a second reduction for this gradient."""
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients; shards are dense
@@ -123,7 +123,7 @@ class BucketGrads:
     def _add(self, slot: int, grad: Tensor) -> None:
         if self.local is None:
             # Uninitialized: ``complete`` zeroes what no gradient has filled.
-            self.local = self.spare.take(self.bucket.layout.numel, self.local_dtype, grad.device)
+            self.local = self.spare.take_buffer(self.bucket.layout.numel, self.local_dtype, grad.device)
         view = self._place(self.local, slot)
         if slot in self.written:
             view.add_(grad, alpha=self.scale_on_arrival)
@@ -140,7 +140,7 @@ class BucketGrads:
             return
         if self.local is None:
             device = next(iter(waiting.values())).device
-            self.local = self.spare.take(self.bucket.layout.numel, self.local_dtype, device)
+            self.local = self.spare.take_buffer(self.bucket.layout.numel, self.local_dtype, device)
         scale = self.scale_on_arrival
         views = {slot: self._place(self.local, slot) for slot in waiting}
         new = [slot for slot in waiting if slot not in self.written]

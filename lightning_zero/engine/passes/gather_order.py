@@ -67,7 +67,7 @@ class GatherOrder:
         self._idle.clear()
 
     @outside_autograd
-    def acquire(self, unit: Unit, what: str) -> None:
+    def unshard(self, unit: Unit, what: str) -> None:
         """Gather ``unit``, which is not the root, and wait for it. ``what``: the kind of use, for error messages."""
         self.comm.waits.place = f"{what} of unit {unit.title} in pass {self._key}"
         self._after_step.sync_params(unit)
@@ -79,7 +79,7 @@ class GatherOrder:
             self._free_leaving()
 
     @outside_autograd
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """Reshard ``unit`` after a use, unless the plan or users' code still needs its parameters gathered."""
         if not unit.reshards or unit.state is not State.GATHERED:
             return
@@ -92,7 +92,7 @@ class GatherOrder:
             self._leaving = unit if self.holds_next else None
 
     def _free_leaving(self) -> None:
-        """Free the memory, if any, that :meth:`release` has left to the unit until the next gather is issued."""
+        """Free the memory, if any, that :meth:`reshard` has left to the unit until the next gather is issued."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.free()
@@ -120,7 +120,6 @@ class GatherOrder:
 
     def end(self) -> None:
         """End the pass: issue the gathers that other ranks still need, and record a new order. Collective."""
-        # Also units that this rank does not use: a collective that one rank leaves out would hang the others.
         if self._agreeing:
             while set(wants := self._exchange(DONE)) != {DONE}:
                 self._serve(wants)
@@ -214,7 +213,7 @@ class GatherOrder:
         """Return whether ``unit`` can be gathered before its use: False while its masters await an offloaded step."""
         if self.comm.shard_size == 1:
             return unit.step_done
-        # Not by ``step_done``, which depends on this rank's worker: ranks would issue different numbers of gathers.
+        # Not by ``step_done``, which depends on this rank's worker: see [Note: one order of collectives].
         return all(bucket.awaited_step.future is None for bucket in unit.buckets)
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:

@@ -157,7 +157,7 @@ class GradNorms:
             parts = {number: norm.double() for number, norm in known.items()} | norms_of(views, norm_type, device)
             norms = torch.stack([parts[number] for number in range(len(parts))])
             partial[self._comm.rank] = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
-        with self._comm.at("the norm of gradients, which takes all ranks"):
+        with self._comm.set_place("the norm of gradients, which takes all ranks"):
             self._comm.sum_(partial)
         whole = partial.max() if math.isinf(norm_type) else partial.sum() ** (1.0 / norm_type)
         # The dtype must be equal on all ranks, also on a rank without gradients.
@@ -212,9 +212,11 @@ class GradNorms:
             table[torch.tensor(list(norms))] = torch.stack(list(norms.values())).cpu()
         table = table.view(len(infos), comm.world_size)
         if shared:
-            # ``meet`` says what this rank does, so ranks that make other calls find out and do not use this message.
-            with comm.at("a read of .grad.norm(), which takes all ranks"):
-                columns = comm.meet(table[shared, comm.rank].tolist(), f"the norms of gradients, of type {norm_type:g}")
+            # Checked: a rank that makes another call finds out, and does not use this message.
+            with comm.set_place("a read of .grad.norm(), which takes all ranks"):
+                columns = comm.gather_checked(
+                    table[shared, comm.rank].tolist(), f"the norms of gradients, of type {norm_type:g}"
+                )
             table[shared] = torch.tensor(columns, dtype=torch.float64).T
         # A part that a tensor lacks has norm 0. Of type 0, norms are numbers of elements.
         joined = torch.linalg.vector_norm(table, norm_type, dim=1) if norm_type else table.sum(1)

@@ -29,8 +29,7 @@ from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTE
 class IssuedReductions:
     """Counts the reductions issued in a pass: this rank has issued ``here``, and each rank at least ``everywhere``.
 
-    ``one_path``: whether all ranks used the same units when this pass's plan was made, and seem to still.
-    """
+    ``one_path``: whether all ranks used the same units when this pass's plan was made, and seem to still."""
 
     def __init__(self) -> None:
         self.pass_begins(one_path=False)
@@ -54,7 +53,7 @@ class Reducer:
         self.spare = SpareBuffers(min(KEPT_BUFFERS * nbytes, KEPT_BUFFERS_NBYTES))
         # On a device one kernel per bucket. On the host a gradient that is copied at once is still in the cache.
         self.grads: dict[Bucket, BucketGrads] = {
-            b: BucketGrads(b, 1.0 / b.comm.batches, self.spare, batched_copy=comm.streams.are_there) for b in buckets
+            b: BucketGrads(b, 1 / b.comm.grad_divisor, self.spare, batched_copy=comm.streams.are_there) for b in buckets
         }
         self.unreduced = False  # a backward inside ``no_sync`` came after the last reduction; equal on all ranks
         self.synchronize = True
@@ -108,7 +107,7 @@ class Reducer:
         """Divide the gradients of the next backwards by ``scale``, by which the user multiplies the loss."""
         self.loss_scale, self._unscaled = scale, set()
         for bucket, grads in self.grads.items():
-            grads.set_scale(1.0 / (bucket.comm.batches * scale))
+            grads.set_scale(1.0 / (bucket.comm.grad_divisor * scale))
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
         """Show the gradients of ``params`` without the loss scale, until :meth:`set_loss_scale`."""
@@ -124,10 +123,10 @@ class Reducer:
         return 1.0 / grads.scale_on_arrival / self.loss_scale
 
     @without_history
-    def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
+    def accept_grad(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Store ``grad``, which autograd has computed for the parameter at ``slot``, and issue reductions now ready."""
         grads = self.grads[bucket]
-        late = grads.take(slot, grad)
+        late = grads.store_grad(slot, grad)
         if not grads.reduces:
             if len(grads.arrived) == self._expected[bucket]:
                 grads.copy_in()
@@ -220,7 +219,7 @@ class Reducer:
 
     def _learn_order(self) -> None:
         """Adopt the order in which buckets became ready on rank 0, the remaining buckets last. Collective."""
-        # Each rank has seen its own order, and all must issue reductions in one order.
+        # See [Note: one order of collectives].
         buckets = list(self.grads)
         number = {b: i for i, b in enumerate(buckets)}
         seen = [number[b] for b in self.completed]
@@ -233,8 +232,7 @@ class Reducer:
 
         A waiting rank issues no gathers. So it waits only if all ranks have issued that reduction, or need no gather
         before they issue it. Otherwise ranks could wait for each other for ever. On a device a stream waits, not the
-        host, so there it is enough that all ranks use the same units.
-        """
+        host, so there it is enough that all ranks use the same units."""
         oldest = self._issued.here - len(self._in_flight)
         is_sent = oldest < self._issued.everywhere
         return is_sent or not self._gathers_in_backward or (self.comm.queues and self._issued.one_path)
@@ -268,7 +266,7 @@ class Reducer:
     def _issue(self, bucket: Bucket) -> None:
         grads = self.grads[bucket]
         nbytes, total_dtype = bucket.layout.numel * grads.sent_dtype.itemsize, grads.total_dtype
-        # Oldest first: landing issues second halves of all-reduces, which need one order on all ranks.
+        # Oldest first: landing issues second halves of all-reduces. See [Note: one order of collectives].
         while self._in_flight:
             _, pending = self._in_flight[0]
             crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes

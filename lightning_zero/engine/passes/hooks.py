@@ -3,12 +3,12 @@
 ::
 
     forward   pre_forward(unit) .................................. post_forward(unit), or forward_raised()
-                 what autograd saves in between is packed: saved_weights.py
+                 what autograd saves in between: saved_weights.py
     backward  backward_begins(), when a gradient comes to an output of the root
                  recomputes(unit), of checkpointed units: recompute.py calls it
                  grad_arrived(param), for every trainable parameter
                  input_grads_arrived(unit), of units with frozen parameters
-                 weights_needed(unit), at a read of a packed weight: saved_weights.py calls it
+                 weights_needed(unit), at a read of a saved weight: saved_weights.py calls it
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Running(NamedTuple):
     unit: Unit
     packing: contextlib.AbstractContextManager[None] | None
     handled: BaseException | None  # the exception that the caller handled when it made the call
-    packed: tuple[int, int]  # numbers of tensors, and of the unit's weights, that had been packed before the call
+    saved: tuple[int, int]  # numbers of tensors, and of the unit's weights, that had been saved before the call
 
 
 class Hooks:
@@ -272,7 +272,7 @@ class Hooks:
             self._raised()
             raise
         may_be_dropped = unit.index > 0 and unit.reshards and torch.is_grad_enabled()
-        packing = passes.saved.packed() if may_be_dropped and hooks_allowed() else None
+        packing = passes.saved.hooked() if may_be_dropped and hooks_allowed() else None
         # torch keeps saved-tensor hooks on a stack, so :meth:`_post_forward` pops only the last entry of this list.
         self._running.append(_Running(unit, packing, sys.exc_info()[1], (passes.saved.count, unit.saved)))
         if packing is not None:

@@ -402,7 +402,7 @@ class Passes:
                     self.between.use(unit, "a call", self.hooks.running)
                 return
             if self._scope is None and self.calls_meet and any(unit.reshards for unit in self.units):
-                self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
+                self.comm.gather_checked(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
         elif self._stepped:
@@ -415,7 +415,7 @@ class Passes:
     def demand(self, unit: Unit, what: str) -> None:
         """Gather ``unit``, which is not the root, for a use in the open pass. ``what``: the use, for errors."""
         self._open.unused = False
-        self.order.acquire(unit, what)
+        self.order.unshard(unit, what)
 
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
         """Reshard ``unit`` after its module's forward, unless it must stay gathered. End the pass if this module call
@@ -423,7 +423,7 @@ class Passes:
         if recording.recorder is not None:
             self.lane.leaves()
         if unit.index and not self.in_backward:
-            self.order.release(unit)
+            self.order.reshard(unit)
         if outermost and self._open.ends_with_call and not self.in_backward:
             self._open.ends_with_call = False
             if not awaits_backward():
@@ -448,7 +448,7 @@ class Passes:
         if keep:
             unit.is_held = True
         elif not self.in_backward:
-            self.order.release(unit)
+            self.order.reshard(unit)
 
     @outside_autograd
     def recomputes(self, unit: Unit) -> None:
@@ -581,7 +581,7 @@ class Passes:
         if self.on_grad is not None:
             self.on_grad(bucket.params[slot], grad)
         if self.look is None:
-            self.reducer.take(bucket, slot, grad)
+            self.reducer.accept_grad(bucket, slot, grad)
         else:
             self.look(bucket.params[slot], grad)
         unit.arrived += 1
@@ -593,7 +593,7 @@ class Passes:
         may_go = self.in_backward and unit.index and not self._open.second_order
         if may_go and not unit.calls and unit.arrived >= unit.expected:
             unit.arrived = 0  # for a second backward
-            self.order.release(unit)
+            self.order.reshard(unit)
 
     def _graph_task_gone(self) -> None:
         """Set ``param.grad`` again after an exception in ``loss.backward()``, to notice a later ``zero_grad``."""
@@ -612,7 +612,7 @@ class Passes:
         self.sharded_grads.place_used()
         if not self._open.second_order:
             for unit in self.units[1:]:
-                self.order.release(unit)
+                self.order.reshard(unit)
 
     @outside_autograd
     def _end_backward(self) -> None:

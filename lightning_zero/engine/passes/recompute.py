@@ -104,8 +104,8 @@ class StateAgain:
     """Keeps recomputed forwards from changing a module's buffers and frozen parameters (codebooks, averages) twice:
     lets them read and change copies of what these were before the first forward.
 
-    A write through ``.data`` raises no version. So values are compared in calls 1, 2, 4, 8, ...; of small buffers each
-    call keeps the value of before."""
+    Values are compared in calls 1, 2, 4, 8, ... (see [Note: checksums of writes]); of small buffers each call keeps the
+    value of before."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [inner for inner in module.modules() if inner._buffers or inner._parameters]
@@ -125,7 +125,7 @@ class StateAgain:
     def first(self, values: StateValues) -> Iterator[None]:
         """Run the body, a first forward. Put into ``values`` what the state that it changes was before.
 
-        Buffers of torch's norm modules in training always count as changed: changes do not increment ``_version``."""
+        Buffers of torch's norm modules in training always count as changed: see [Note: version counters]."""
         self._calls += 1
         compares = not self._calls & (self._calls - 1)
         before = [
@@ -357,7 +357,7 @@ class _Call:
         # Inside of the checkpoint's hooks, which would save bare views of weights whose memory is dropped.
         with contextlib.ExitStack() as around:
             if self._unit.reshards:
-                around.enter_context(passes.saved.packed())
+                around.enter_context(passes.saved.hooked())
             around.enter_context(under_modes(self._modes))
             if again:
                 around.callback(random.setstate, random.getstate())

@@ -1,8 +1,12 @@
 """Gathers weights that autograd has saved, when a backward reads them.
 
-Autograd saves a weight as a view of its bucket's buffer, whose memory is freed when the unit is resharded. So a saved
-view is packed together with its unit. Autograd unpacks the view just before a kernel reads it, in any kind of backward,
-and unpacking gathers the unit. torch does not check packed tensors for in-place changes; this file does.
+A saved view is packed together with its unit: see [Note: freed storage and autograd's views]. Autograd unpacks the view
+just before a kernel reads it, in any kind of backward, and unpacking gathers the unit. torch does not check what hooks
+have packed for in-place changes; this file does.
+
+[Note: weak references and graphs]
+The garbage collector does not see what autograd holds: packed tensors, hooks, `param.grad`, callbacks of a backward. A
+cycle through these lives for ever, with the engine and its shards. So what autograd holds refers to the engine weakly.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ class _Other(NamedTuple):
 class _Outer(NamedTuple):
     """Holds what outer saved-tensor hooks (the user's or a checkpoint's) have packed, and the function to unpack it."""
 
-    packed: object
+    value: object
     unpack: Callable[..., Tensor]
 
 
@@ -54,7 +58,7 @@ class SavedWeights:
     def __init__(self, units: Sequence[Unit], needed: Callable[[Unit], bool]) -> None:
         self._needed = needed
         self._units = units
-        self.count = 0  # of the tensors packed so far
+        self.count = 0  # of the tensors saved so far
         self.plans_changed()
 
     def plans_changed(self) -> None:
@@ -66,8 +70,8 @@ class SavedWeights:
             if bucket.reshards and unit.index  # the root stays gathered as long as a pass is open
         }
 
-    def packed(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which autograd's saved tensors are packed, weights together with their unit."""
+    def hooked(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which autograd saves weights together with their unit."""
         context: contextlib.AbstractContextManager[None] = saved_tensors_hooks(*self._hooks())
         return context
 
@@ -104,8 +108,8 @@ class SavedWeights:
         if unit is not None:
             unit.saved += 1
             return _Weight(tensor, tensor._version, unit)
-        # Detached: a kernel that saves its own result (tanh) would reference itself, and a graph without a backward
-        # would live for ever. torch restores the history. Detached tensors share their version.
+        # Detached: a kernel that saves its own result (tanh) would reference itself. torch restores the history. See
+        # [Note: weak references and graphs]. Detached tensors share their version.
         return _Other(tensor.detach(), tensor._version)
 
     def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], object], unpack: Callable[..., Tensor]) -> object:
@@ -114,7 +118,7 @@ class SavedWeights:
         self.count += 1
         return _Outer(pack(tensor), unpack)
 
-    def _unpack(self, packed: _Weight | _Other | _Outer) -> Tensor:
+    def _unpack(self, saved: _Weight | _Other | _Outer) -> Tensor:
         # Pack what the current kernel saves, if its backward makes a graph (``create_graph``, or a Python function).
         # Hooks are pushed and never popped: torch resets them for each node to those of the backward's start.
         makes_graph = torch.is_grad_enabled() or isinstance(torch._C._current_autograd_node(), BackwardCFunction)
@@ -122,15 +126,15 @@ class SavedWeights:
             pack, unpack = self._hooks()
             if _autograd._top_saved_tensors_default_hooks(True) != (pack, unpack):
                 _autograd._push_saved_tensors_default_hooks(pack, unpack)
-        if isinstance(packed, _Outer):
-            return packed.unpack(packed.packed)
+        if isinstance(saved, _Outer):
+            return saved.unpack(saved.value)
         # Someone looks at the graph, and the weights are dropped. Reading the view could crash, so return NaN.
-        if isinstance(packed, _Weight) and not self._needed(packed.unit):
-            return packed.view.new_full((), float("nan")).expand(packed.view.shape)
-        tensor, version = packed[:2]
-        if isinstance(packed, _Weight) and self._owner_of(tensor) is None:
+        if isinstance(saved, _Weight) and not self._needed(saved.unit):
+            return saved.view.new_full((), float("nan")).expand(saved.view.shape)
+        tensor, version = saved[:2]
+        if isinstance(saved, _Weight) and self._owner_of(tensor) is None:
             raise RuntimeError(
-                f"unit {packed.unit.title}: expected a graph whose weights can be gathered again, got one of before an "
+                f"unit {saved.unit.title}: expected a graph whose weights can be gathered again, got one of before an "
                 "exception that ended a gather of them. Run the forward again before the backward."
             )
         if tensor._version != version:

@@ -68,8 +68,7 @@ class ShardedGrad(Tensor):
     gathered: Tensor | None  # the values that a view shows; None if not a view
     added: bool  # autograd added a gradient before the engine noticed the backward
     incoming: Tensor | None  # that gradient
-    # Weakly: the garbage collector does not see through ``param.grad``, and the module would live for ever.
-    _owner: ref[ShardedGrads]
+    _owner: ref[ShardedGrads]  # see [Note: weak references and graphs]
 
     # Results of operations are plain tensors, except views.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -233,8 +232,7 @@ class LazyNorm(Tensor):
 
     ``get_total_norm`` takes the norm of each gradient, stacks the norms and takes the norm of the stack. Single norms
     cost an exchange for which the host waits. So inside ``get_total_norm`` each norm is a LazyNorm, and the norm of the
-    stack is :meth:`GradNorms.total`: one message, no host wait, and the bits of ``lightning_zero.clip_grad_norm_``.
-    """
+    stack is :meth:`GradNorms.total`: one message, no host wait, and the bits of ``lightning_zero.clip_grad_norm_``."""
 
     grads: Sequence[ShardedGrad]
     norm_type: float
@@ -412,12 +410,11 @@ class ShardedGrads:
     def change(self, grad: ShardedGrad, method: str, numbers: Sequence[_Number]) -> None:
         """Apply an in-place ``method`` with arguments ``numbers`` (0-d if tensors) to this rank's fragment of ``grad``.
 
-        Raises RuntimeError after a backward that raised, or if the gradient is not reduced yet.
-        """
+        Raises RuntimeError after a backward that raised, or if the gradient is not reduced yet."""
         info = grad.info
         bucket = self._bucket_of[id(info.param)]
         self._forget_failed()
-        bucket.awaited_step.wait()  # an offloaded step owns the gradient until the step is over
+        bucket.awaited_step.wait()  # see [Note: masters during an offloaded step]
         self.norms.tables.clear()
         self.refuse_undivided()  # zeros too: the tokens of these sums would stay counted
         if method == "zero_":
@@ -443,8 +440,7 @@ class ShardedGrads:
     def gather(self, info: ParamInfo) -> Tensor:
         """Return one gradient's values as DDP shows them, in a new tensor. Collective if gradients are sharded.
 
-        Raises RuntimeError in a backward, after one that raised, and for a gradient that is only partly reduced.
-        """
+        Raises RuntimeError in a backward, after one that raised, and for a gradient that is only partly reduced."""
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
         self.finish_pending()
@@ -462,8 +458,8 @@ class ShardedGrads:
         if fragment is not None and (bucket.comm.replica == 0 or not bucket.shards_master):  # replicas hold it too
             flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
         if bucket.shards_master:
-            with comm.at("a read of .grad, which takes all ranks"):
-                comm.meet(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
+            with comm.set_place("a read of .grad, which takes all ranks"):
+                comm.gather_checked(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
                 comm.sum_(parts)
         values = flat.to(bucket.dtypes.master)
         return (values if scale == 1.0 else values.mul_(scale)).as_strided(info.shape, info.strides)
@@ -536,8 +532,7 @@ class ShardedGrads:
         """Return whether any rank has a non-finite gradient at ``places``, the parameters of an optimizer that is about
         to step. The caller then skips the step. Reads each gradient on its tier. Collective.
 
-        Raises RuntimeError on all ranks if ``zero.optimizer.skip_nonfinite`` steps in a row have to be skipped.
-        """
+        Raises RuntimeError on all ranks if ``zero.optimizer.skip_nonfinite`` steps in a row have to be skipped."""
         if self._aside:
             return False
         places = list(places)
@@ -558,7 +553,7 @@ class ShardedGrads:
         (self._known_finite.discard if overflowed else self._known_finite.add)(key)
         if overflowed and self._in_a_row[key] == self._most_overflows:
             names = [place.info.fqn for place in places if self._is_nonfinite(place)]
-            table = self._reducer.comm.meet(names[:3], "the names of gradients that are not finite")
+            table = self._reducer.comm.gather_checked(names[:3], "the names of gradients that are not finite")
             first = sorted({name for names in table for name in names}, key=[p.info.fqn for p in places].index)[:3]
             raise RuntimeError(
                 f"{self._most_overflows} step(s) in a row had gradients that are not finite, first those of "

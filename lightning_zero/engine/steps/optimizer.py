@@ -210,8 +210,7 @@ class Stepper(ABC):
         """Return the optimizer state that this rank saves, by slot. A `Leaf` stands for each tensor of :meth:`parts`.
 
         Values that a parameter has once (a step count) are saved by the rank with its first element. The state of empty
-        parameters is saved by every rank that has it. With `once` only the first rank saves it.
-        """
+        parameters is saved by every rank that has it. With `once` only the first rank saves it."""
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
@@ -308,7 +307,7 @@ class ShardedOptimizer(Stepper):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
-        for run in self.runs.of(bucket):
+        for run in self.runs.runs_of(bucket):
             # A list at once, because a step in the worker may add entries meanwhile.
             state = list(self.optimizer.state.get(run.tensor, {}).items())
             yield from (value for name, value in state if is_elementwise(self.optimizer, name, value, run.tensor))
@@ -352,7 +351,7 @@ class ShardedOptimizer(Stepper):
                             yield slot, leaf, bucket.part_of(full, bucket.params[slot])
 
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        for run in self.runs.of(bucket):
+        for run in self.runs.runs_of(bucket):
             states = count_states(self.optimizer) if self.optimizer.state.get(run.tensor) else 0
             yield from [run.tensor.nbytes] * states
 
@@ -413,8 +412,8 @@ class ShardedOptimizer(Stepper):
         # After the eager step: the worker starts at once, and both write to `optimizer.state`.
         if jobs:
             self._around.after_step.submit(jobs)
-        # A bucket of which this rank owns nothing has no job, but notes a step all the same: this decides which units
-        # are gathered ahead, and must be the same on all ranks.
+        # A bucket of which this rank owns nothing has no job, but notes a step all the same, which decides what is
+        # gathered ahead. See [Note: one order of collectives].
         for bucket in for_worker.difference(buckets):
             bucket.awaited_step.ask(None).set_result(None)
         return changed
@@ -469,8 +468,7 @@ class ShardedOptimizer(Stepper):
         """Inside the `with`, param groups list the runs of `buckets` whose parameters got a gradient (ids in `used`).
 
         Runs that need :meth:`_step_in_pieces` are not listed, but stepped before the body. `claimed`: the gradient of
-        the only bucket, in an offloaded step. None: each bucket's own.
-        """
+        the only bucket, in an offloaded step. None: each bucket's own."""
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
         stepped: list[FlatRun] = []

@@ -55,7 +55,7 @@ class Runs:
     _runs: dict[Bucket, list[tuple[int, FlatRun]]] = field(default_factory=dict)  # (param group, run), in order
     _cuts: dict[Bucket, Cut] = field(default_factory=dict)
 
-    def of(self, bucket: Bucket) -> list[FlatRun]:
+    def runs_of(self, bucket: Bucket) -> list[FlatRun]:
         return [run for _, run in self.grouped(bucket)]
 
     def grouped(self, bucket: Bucket) -> Sequence[tuple[int, FlatRun]]:
@@ -77,7 +77,7 @@ class Runs:
             return
         states = [
             value
-            for run in self.of(bucket)
+            for run in self.runs_of(bucket)
             for name, value in self.optimizer.state.get(run.tensor, {}).items()
             if is_elementwise(self.optimizer, name, value, run.tensor)
         ]
@@ -177,7 +177,7 @@ class Runs:
 
     def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
         """Yield each parameter's fragment on this rank, with its state. Element-wise tensors are :class:`FlatSlice`."""
-        for run in self.of(bucket):
+        for run in self.runs_of(bucket):
             for fragment in run.run.fragments if self.optimizer.state.get(run.tensor) else ():
                 yield fragment, self._sliced(run, fragment.start - run.run.start, fragment.numel)
         # Empty parameters lie in no run. A plain optimizer counts their steps and keeps empty tensors. So slice the
@@ -212,7 +212,7 @@ class Runs:
         for bucket in kept:
             self.cut(bucket, groups_of[bucket])
         self.rounded = False
-        held = {run.tensor: self.optimizer.state.get(run.tensor, {}) for bucket in kept for run in self.of(bucket)}
+        held = {run.tensor: self.optimizer.state.get(run.tensor, {}) for b in kept for run in self.runs_of(b)}
         self.optimizer.state.clear()
         for bucket in long_work.items(kept, "loading optimizer state, in buckets"):
             self._fill(bucket, states, held)
@@ -225,7 +225,7 @@ class Runs:
     def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State] | None) -> None:
         """Fill the bucket's runs. ``held``: state to reuse; None: ``states`` are the optimizer's own, in its dtypes."""
         with opened(bucket.storage, changed=True):
-            for run in self.of(bucket):
+            for run in self.runs_of(bucket):
                 self._fill_state(run, states, None if held is None else held.pop(run.tensor, {}))
             self.attach_state(bucket)
 

@@ -37,17 +37,14 @@ from lightning_zero.settings import StateDtype
 
 
 class AwaitedStep:
-    """Tracks a bucket's offloaded step. From `ask` until `wait` returns, only the step may use the bucket's masters.
-
-    On a GPU the step overwrites device memory only after `event`, which is recorded when the step is submitted.
-    """
+    """Tracks a bucket's offloaded step. See [Note: masters during an offloaded step]."""
 
     def __init__(self) -> None:
         self.event: Event = None
         self.future: Future[None] | None = None  # of the submitted step; on all ranks or on none
 
     def ask(self, event: Event) -> Future[None]:
-        """Note that a step is submitted. Return a future, which whoever runs the step completes. `event`: see class."""
+        """Note that a step is submitted. Return a future, which whoever runs the step completes."""
         self.event = event
         self.future = Future()
         return self.future
@@ -78,8 +75,7 @@ class Dtypes:
     """The dtypes of a bucket's compute parameters, masters, gradients and optimizer state.
 
     Gradients are summed in `reduce`, then held in `grad`. They are sent in `wire`: `reduce`, or `compute` where that
-    loses no bit. With `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives.
-    """
+    loses no bit. With `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -141,7 +137,7 @@ class Bucket:
         self.owned_range = plan.owned_range(self.comm.shard_rank)
 
     def _make_views(self) -> None:
-        # Made while the buffer has memory. Views stay valid because the storage object stays (param_store.py).
+        # Made while the buffer has memory. See [Note: freed storage and autograd's views].
         low, high = self.owned_range
         self._own_part = self.full.data[low:high]  # [owned numel]
         self._views: list[Tensor] = []
@@ -291,8 +287,7 @@ class Bucket:
     def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
         """Point the parameters at values or placeholders, after :meth:`rest_as` with the same `values`. Collective.
 
-        With `came_whole`, the full buffer had all compute parameters before `rest_as` already, and needs no gather.
-        """
+        With `came_whole`, the full buffer had all compute parameters before `rest_as` already, and needs no gather."""
         if not self.reshards and not came_whole:
             self.share(values)
         self.show(gathered=not self.reshards)
@@ -352,8 +347,7 @@ class Bucket:
         """Write this rank's part of `value`, a whole parameter, to the masters and to the slice kept for the node.
 
         `before` [owned numel] are the compute parameters before the write. Where `value` equals them, masters stay as
-        they are: compute parameters are rounded, and masters would lose precision.
-        """
+        they are: compute parameters are rounded, and masters would lose precision."""
         self.node_shard.write(info, self.layout.slots[info.slot].start, value)
         with opened(self.storage, changed=True) as master:
             for fragment in self.owned_fragments():
@@ -380,13 +374,11 @@ class Bucket:
     def gather_begin(self, *, of_node: bool = False) -> Pending:
         """Issue the gather of compute parameters, with `of_node` from slices that this node's ranks kept. Collective.
 
-        On a device with streams, :func:`gather_together` is used instead for buckets that are gathered from there.
-        """
+        On a device with streams, :func:`gather_together` is used instead for buckets that are gathered from there."""
         if of_node:
             data, label = self.prepare_gather(of_node=True)
             return self.comm.all_gather(data, label, of_node=True)
-        # Until the offloaded step ends, only its thread may touch the masters and the shard that is made from them.
-        self.awaited_step.wait()
+        self.awaited_step.wait()  # see [Note: masters during an offloaded step]
         with self.comm.streams.pool_of("gather"):
             self.full.allocate()
         if not self.gathers_from_host:
@@ -426,8 +418,7 @@ class Bucket:
     def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
         """Gather `own` values of all ranks into a new tensor [layout.numel] on the device. Blocks. Collective.
 
-        `own` has pairs (start in the owned range, values). Elements for which no rank has values are zero.
-        """
+        `own` has pairs (start in the owned range, values). Elements for which no rank has values are zero."""
         low, _ = self.owned_range
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
         for start, values in own:
@@ -481,12 +472,7 @@ class Bucket:
         self.show(gathered)
 
     def _values_are(self, *, here: bool) -> None:
-        """Change the parameters' version counters when placeholders replace their values, and when values return.
-
-        `.data =` does not change a version. A graph that saved a parameter itself (`saved_weights.py` packs only views)
-        would silently read the placeholder. So the version rises when values go, and torch refuses the backward. When
-        the values return, the version gets its old number and the graph is valid again.
-        """
+        """Raise versions when placeholders replace values, lower them when values return: [Note: version counters]."""
         if here is self._values_here:
             return  # raising twice would leave another version than the graph has saved
         self._values_here = here
@@ -500,8 +486,7 @@ def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pend
     """Issue the gathers of several buckets as one message. Collective.
 
     The device must have streams. All `buckets` have one communicator, and all reshard or none does. `of_node`: gather
-    the slices kept for the node.
-    """
+    the slices kept for the node."""
     comm = buckets[0].comm
     # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,
     # and run beside compute. Other buckets' values are in use until the current stream has replaced this rank's slice.

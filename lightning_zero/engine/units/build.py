@@ -232,7 +232,7 @@ def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
         comm.together(f"first values of {bucket.label}", functools.partial(_read_own, bucket, found, own))
         bucket.share(own)
     fill = functools.partial(bucket.fill, own)
-    if bucket.plan.tiers.leaves_device:
+    if bucket.plan.tiers.uses_host_or_files:
         # Room was checked before, but others use host and disk too. If one rank finds no room, all raise its error.
         bucket.comm.together(f"room for {bucket.label}", fill)
     else:

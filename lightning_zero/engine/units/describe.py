@@ -87,8 +87,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     """Return a description of each unit of `module` with its buckets, the root first. The module can be on meta.
 
     Raises ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantised
-    weights), 4-bit weights that cannot be sharded, and CUDA graphs over parameters that are gathered and dropped.
-    """
+    weights), 4-bit weights that cannot be sharded, and CUDA graphs over parameters that are gathered and dropped."""
     refuse_scripted(module)
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
@@ -229,8 +228,7 @@ def recomputes(block: nn.Module, config: ZeroConfig) -> bool:
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield parameters from which weights are computed (spectral and weight norm, parametrizations).
 
-    They keep fp32: the computation is inexact in low precision, and fails with buffers of another dtype.
-    """
+    They keep fp32: the computation is inexact in low precision, and fails with buffers of another dtype."""
     for inner in module.modules():
         if isinstance(inner, ParametrizationList):
             yield from inner.parameters()
@@ -251,7 +249,7 @@ def _group(
     groups: dict[tuple[Dtypes, bool, bool, int], list[ParamInfo]] = {}
     for param, fqns in members:
         dtypes = replace(_dtypes(param, id(param) in fp32, config, precision), state=config.optimizer.state_dtype)
-        # No placeholder can stand for one element, or for integers that are not packed.
+        # See [Note: placeholders].
         whole = param.numel() <= 1 or not (param.is_floating_point() or is_packed(param)) or id(param) in norms
         dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
         if find_owner(param) is not None:
@@ -307,8 +305,7 @@ def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
     """Check that all ranks have equal parameters in the same order. All ranks take rank 0's strides. Collective.
 
-    Raises ConfigError with the first difference, on all ranks. `group` is None for one rank.
-    """
+    Raises ConfigError with the first difference, on all ranks. `group` is None for one rank."""
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [(_describe(u, info), info.saved_strides) for u in units for bucket in u.buckets for info in bucket.params]
     digest = hashlib.sha256(repr(own).encode()).digest()

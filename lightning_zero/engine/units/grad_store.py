@@ -68,8 +68,7 @@ class GradStore:
     """Holds a reduced gradient on the device. The subclass :class:`OnHost` holds it in host memory.
 
     ``value`` is the gradient or None. Reading it waits for a copy to the host, if one is under way. ``memory`` is the
-    tensor that the store has allocated. :class:`OnHost` keeps it while there is no gradient.
-    """
+    tensor that the store has allocated. :class:`OnHost` keeps it while there is no gradient."""
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
         self._dtype, self._streams = dtype, streams
@@ -103,7 +102,7 @@ class GradStore:
         self.clear()
 
     def claim(self) -> Claimed:
-        """Return the present gradient for an offloaded step. The user can clear gradients before that step runs."""
+        """Return the present gradient for an offloaded step. See [Note: masters during an offloaded step]."""
         return Claimed(self._streams, self.value, None, None)
 
     def norm(self, norm_type: float) -> Tensor | None:
@@ -132,8 +131,7 @@ class OnHost(GradStore):
     """Holds the gradient in host memory, pinned for a GPU, of exactly the gradient's size.
 
     Norms and finite checks that callers have asked for on earlier gradients are computed on the device before the copy.
-    On the host each would take another pass over memory after the backward.
-    """
+    On the host each would take another pass over memory after the backward."""
 
     is_there = False  # type: ignore[assignment]
 
@@ -252,8 +250,7 @@ class Landing:
         d2h    :              [piece 1][piece 2][piece 3]...      into two pinned buffers by turns
         thread :                       [add 1]  [add 2]  [add 3]
 
-    `asked_norms` and `asked_finite` note which norms callers have asked for, and whether they need the finite check.
-    """
+    `asked_norms` and `asked_finite` note which norms callers have asked for, and whether they need the finite check."""
 
     def __init__(self, streams: Streams, threads: int) -> None:
         """`threads`: how many threads torch's kernels use inside the thread that adds gradients."""
@@ -274,8 +271,7 @@ class Landing:
     def add(self, reduced: Tensor, target: Tensor) -> Future[None]:
         """Add `reduced` [n], on the device, to pinned `target` [n] in a thread. Both are in use until the future ends.
 
-        Earlier copies to `target` must have been queued before this call.
-        """
+        Earlier copies to `target` must have been queued before this call."""
         # Device memory is kept until this thread knows that the add has ended. The wait bounds how much is kept.
         while self._under_way and (len(self._under_way) >= HELD or self._under_way[0][0].done()):
             self._under_way.popleft()[0].exception()  # a read of the gradient raises the error

@@ -4,7 +4,10 @@ A storage's tensors stay the same objects for ever, so runs, state and views nee
 device and the host the tensors are always readable. In files they have memory only while the storage is open; `open`
 and `close` nest.
 
-During an offloaded step only the step's thread uses the storage of its bucket, otherwise only the main thread. The
+[Note: masters during an offloaded step]
+From `AwaitedStep.ask` until `AwaitedStep.wait` returns, only the step's thread may touch a bucket's masters, optimizer
+state, shard and claimed gradient; otherwise only the main thread. So gathers, reads of masters and changes of gradients
+wait for that step first. On a GPU the step writes to the device only after the event with which it was submitted. The
 step's thread also waits for the write to files that follows, so a :class:`FileStorage` locks its methods.
 """
 
@@ -42,8 +45,7 @@ class Tiers:
     """Holds the tiers of one engine (host memory, files), and the helpers that copy to and from these tiers.
 
     `landing` copies gradients to the host, `sender` copies masters in files to a device with streams, and `read_ahead`
-    has buffers for parameters that are read from files.
-    """
+    has buffers for parameters that are read from files."""
 
     host: HostTier | None = None
     nvme: NvmeTier | None = None
@@ -75,8 +77,7 @@ class Tiers:
 class MasterStorage:
     """Holds a bucket's masters [owned numel] and optimizer state on a tier. `master` is readable while it is open.
 
-    `changes` becomes another object whenever the masters may have changed, so that comparing it shows a change.
-    """
+    `changes` becomes another object whenever the masters may have changed, so that comparing it shows a change."""
 
     keeps_state = False  # `attach_state` moves state to the tier
 
@@ -322,7 +323,7 @@ class FileStorage(MasterStorage):
 
     def _rest(self) -> None:
         self._take_back()
-        # The storage objects stay, because runs and optimizer state are views of them.
+        # Runs and optimizer state are views: see [Note: freed storage and autograd's views].
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         self._enter(Phase.RESTS)
@@ -376,8 +377,7 @@ def copy_cast(source: Tensor, target: Tensor) -> None:
     """Copy `source` to `target`, with a cast if dtypes differ. Casts between devices go chunk by chunk, to save memory.
 
     Casts run on the device. The host waits for the end of a copy to host memory, because later readers and writers of
-    that memory do not.
-    """
+    that memory do not."""
     if source.device == target.device or source.dtype == target.dtype:
         target.copy_(source, non_blocking=target.device.type != "cpu")
         return

@@ -1,8 +1,22 @@
 """The engine's record of a parameter, and the classes of parameters that call the engine when users' code uses them.
 
 An `nn.Parameter` stays the same object for ever. Only its class and its `.data` change (docs/architecture.md).
-`PresentParameter` keeps torch's disabled `__torch_function__`, so operators and `torch.compile` treat it as a plain
-parameter.
+`PresentParameter` keeps torch's disabled `__torch_function__`: operators and `torch.compile` see a plain parameter.
+
+[Note: placeholders]
+While values are not gathered, `.data` is one NaN (0 for packed integers), expanded to the shape: metadata is true, and
+what slips past the engine gives NaN. The class tells the engine of operations that need values. A single element, or
+integers that are not packed, have no placeholder: those parameters are replicated.
+
+[Note: version counters]
+In-place operations raise `_version`, on views and on `detach()` too. No change: `.data = value`, operations on `.data`
+(which has a counter of its own), NumPy, collectives of c10d, and kernels that update running statistics. The engine
+raises it when placeholders replace values, so that torch refuses the backward of a graph that saved the parameter
+itself, and lowers it when values return. `ParamInfo.version` follows the engine's writes; the rest are users' writes.
+
+[Note: checksums of writes]
+NumPy and collectives raise no counter, neither the parameter's nor that of `.data`. So a parameter whose `.data` was
+read is compared by checksums with what it was then, before its values are dropped.
 """
 
 from __future__ import annotations
@@ -58,8 +72,8 @@ class Owner(Protocol):
         ...
 
     def hands_out(self, param: nn.Parameter, read: Callable[[], Tensor]) -> Tensor:
-        """Gather `param`, then return the result of `read`, which is torch's own `param.data`, to users' code. Save a
-        checksum, to detect if the user writes to it."""
+        """Gather `param`, then return the result of `read`, which is torch's own `param.data`, to users' code. See
+        [Note: checksums of writes]."""
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
@@ -67,8 +81,7 @@ class Owner(Protocol):
         ...
 
 
-# Parameter -> weak reference to its owner. Keys are weak too: an engine holds its parameters, and would be kept alive.
-# Keys compare by identity, because `==` of tensors compares elements.
+# Parameter -> weak reference to its owner. Keys are weak too; they compare by identity, because `==` compares elements.
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -364,9 +377,7 @@ def set_values(infos: Iterable[ParamInfo], values: Iterable[Tensor], kind: Kind)
 def values_changed(infos: Sequence[ParamInfo]) -> None:
     """Raise the autograd versions of parameters whose values the engine has replaced or changed.
 
-    As after an in-place operation, torch then refuses a backward that saved the old values. The versions in `infos`
-    rise too, so that `passes.access.Writes` does not take the change for a user's write.
-    """
+    torch then refuses a backward that saved the old values. See [Note: version counters]."""
     increment_version([info.param for info in infos])
     for info in infos:
         info.version += 1

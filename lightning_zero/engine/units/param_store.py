@@ -1,8 +1,10 @@
 """The memory of a bucket's compute parameters: the full buffer, slices kept for the node, and shards between uses.
 
-A :class:`FlatBuffer` frees its memory and takes it again under the same storage object. `untyped_storage().resize_(0)`
-keeps autograd right: views of weights that it saved (`weight.t()` in a linear layer) hold the storage object, not its
-memory. On CUDA the memory belongs to the gather stream's pool; `comm/streams.py` says who waits for whom.
+[Note: freed storage and autograd's views]
+Views of weights that autograd saves (`weight.t()` in a linear layer) hold the storage object of a buffer, not its
+memory. So a :class:`FlatBuffer` keeps that object, and frees and takes memory by `untyped_storage().resize_`: the views
+are valid again after the next gather. In between, a read of one raises an error or crashes the process. On CUDA the
+memory belongs to the gather stream's pool; `comm/streams.py` says who waits for whom.
 
 Between uses a :class:`ParamStore` holds the parameters. Its class depends on the plan's :class:`ParamsRest`::
 
@@ -56,12 +58,11 @@ class FlatBuffer:
     def release(self) -> None:
         """Free the memory, unless NumPy has a view of it (`weight.numpy()`)."""
         storage = self.data.untyped_storage()
-        # `resize_`, because views that autograd saved hold this storage object.
         if storage.resizable():
             storage.resize_(0)
 
     def view(self, start: int, shape: torch.Size, strides: Sequence[int]) -> Tensor:
-        """Return a view of `data` from element `start` on. After `release` and `allocate` the view is valid again."""
+        """Return a view of `data` from element `start` on."""
         if self.allocated:
             return self.data.as_strided(shape, strides, start)
         raise RuntimeError("views are made while the buffer has memory")
@@ -74,8 +75,7 @@ def references(tensor: Tensor) -> int:
 
 
 def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Make a placeholder for each shape: one NaN element (0 for integers), expanded to the shape. All lie in one small
-    tensor."""
+    """Make a placeholder for each shape. All lie in one small tensor. See [Note: placeholders]."""
     with torch.inference_mode(False):  # a tensor made under inference mode can never be used in training
         value = float("nan") if dtype.is_floating_point else 0
         cells = torch.full((max(len(shapes), 1),), value, dtype=dtype, device=device)
@@ -91,8 +91,7 @@ class NodeShard:
         kept    |   0   |   1   |   2   |   3   |    slices of the four ranks of each node
 
     `values` [numel / ranks of the node] is kept from the unit's drop in the forward until the pass ends or masters
-    change. At other times it is None. The gather for the backward sends these slices in place of the shards.
-    """
+    change. At other times it is None. The gather for the backward sends these slices in place of the shards."""
 
     def __init__(self, numel: int, rank: int, size: int) -> None:
         """`rank` is this rank's position among the `size` ranks of its node. With `size` 0 no slice is ever kept."""
@@ -100,22 +99,22 @@ class NodeShard:
         self._range = slice(rank * each, (rank + 1) * each)
         self.values: Tensor | None = None
 
-    def of(self, full: Tensor) -> Tensor:
+    def slice_of(self, full: Tensor) -> Tensor:
         return full[self._range]
 
-    def keep(self, full: Tensor) -> None:
+    def keep_slice(self, full: Tensor) -> None:
         """Keep this rank's slice of the gathered values `full` [numel], until `values` is set to None."""
         with torch.inference_mode(False):
-            self.values = self.of(full).clone()
+            self.values = self.slice_of(full).clone()
 
     def put_into(self, full: Tensor) -> None:
         assert self.values is not None, "nothing was kept"
-        self.of(full).copy_(self.values)
+        self.slice_of(full).copy_(self.values)
 
     def becomes(self, full: Tensor) -> None:
         """If this rank keeps a slice, update that slice from the changed values `full` [numel] of the bucket."""
         if self.values is not None:
-            self.values.copy_(self.of(full))
+            self.values.copy_(self.slice_of(full))
 
     def write(self, info: ParamInfo, start: int, value: Tensor) -> None:
         """Write `value`, a whole parameter whose first element in the bucket is `start`, to the kept slice, if any."""
@@ -128,8 +127,7 @@ class NodeShard:
 class ParamStore:
     """Holds the compute parameters of this rank's owned range between uses: [owned numel] in compute_dtype.
 
-    `memory` is the store's own tensor on the device. None: the parameters lie in another buffer or in a file.
-    """
+    `memory` is the store's own tensor on the device. None: the parameters lie in another buffer or in a file."""
 
     memory: Tensor | None = None
 
@@ -217,7 +215,7 @@ class FileShard(ParamStore):
 
     def stage_ahead(self) -> None:
         if self._reading is None:
-            self._staged, self._give_back = self._read_ahead.take(self._extent.dtype, self._extent.numel)
+            self._staged, self._give_back = self._read_ahead.take_buffer(self._extent.dtype, self._extent.numel)
             self._reading = self._tier.stage_in(self._extent, self._staged)
 
     def read(self, target: Tensor) -> None:
@@ -264,8 +262,7 @@ def make_param_store(
 ) -> ParamStore:
     """Make the store that `plan` asks for, from the compute parameters `values` [owned numel] in any dtype.
 
-    `own`: this rank's slice of the full buffer; its dtype is kept. `send` casts masters into a tensor.
-    """
+    `own`: this rank's slice of the full buffer; its dtype is kept. `send` casts masters into a tensor."""
     match plan.params_rest:
         case ParamsRest.full_is_master:
             return FullIsMaster(storage)

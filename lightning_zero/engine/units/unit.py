@@ -55,7 +55,7 @@ class Unit:
     expected: int = 0  # number of gradients that this backward brings for the unit's parameters
     arrived: int = 0  # number of these gradients that have arrived since the unit was last dropped
     calls: set[int] = field(default_factory=set)  # open calls: they need frozen weights for gradients of their inputs
-    saved: int = 0  # number of times that `passes/saved_weights.py` has packed one of its weights
+    saved: int = 0  # number of times that `passes/saved_weights.py` has seen autograd save one of its weights
     is_held: bool = False  # stays gathered until the pass ends: users' code or autograd may hold views of the values
     keeps_node_slices: bool = False  # in a pass with a backward: each drop keeps a slice for the node (NodeShard)
     gathers_in_node: bool = False  # the next gather takes the slices that this node's ranks have kept in this pass
@@ -149,17 +149,16 @@ class Unit:
                 self.reshard()
 
     def reshard(self, *, free: bool = True) -> None:
-        """Show placeholders, if the unit reshards, and free the gathered values, or leave that to :meth:`free`. Views
-        that autograd saved are valid after the next gather."""
+        """Show placeholders, if the unit reshards, and free the gathered values, or leave that to :meth:`free`."""
         if not self.reshards:
             return
         for bucket in self.resharded:
             self.before_drop(bucket)  # last chance to copy users' writes to the values into the masters
             # `Bucket.write_master` updates a slice that is kept already.
             if self.keeps_node_slices and bucket.node_shard.values is None:
-                bucket.node_shard.keep(bucket.full.data)
+                bucket.node_shard.keep_slice(bucket.full.data)
         self._enter(State.SHARDED)
-        # Placeholders first: to read a parameter on a storage of size 0 could crash the process.
+        # Placeholders first: see [Note: freed storage and autograd's views].
         for bucket in self.resharded:
             bucket.show(gathered=False)
         if free:

@@ -67,7 +67,7 @@ def put_values(engine: Engine, content: dict[str, Any], make: Make) -> None:
     """
     take = lambda: _Taken.of(engine, content) if engine.comm.rank == 0 else None  # noqa: E731
     taken = engine.comm.together("modules in a checkpoint", take)
-    wanted = engine.comm.meet(sorted(taken.wanted) if taken else [], "modules in a checkpoint")[0]
+    wanted = engine.comm.gather_checked(sorted(taken.wanted) if taken else [], "modules in a checkpoint")[0]
     if wanted:
         take_shown_over(engine)
         made = make(engine, wanted)

@@ -40,7 +40,7 @@ class Move:
     bucket: Bucket
     plan: BucketPlan
 
-    def of(self, values: Tensor) -> Tensor:
+    def move_values(self, values: Tensor) -> Tensor:
         """Return the values of the new owned range, gathered or cut from ``values`` of the present one. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
@@ -184,10 +184,10 @@ def _move_all(engine: Engine, plans: Sequence[BucketPlan], known: Sequence[Entri
     for unit in engine.units:
         for bucket in unit.buckets:
             move = Move(bucket, plans[number])
-            if move.plan != bucket.plan or move.plan.tiers.leaves_device:
+            if move.plan != bucket.plan or move.plan.tiers.uses_host_or_files:
                 for other in follow:
                     other(number, move)
-                with engine.comm.at(f"restaging {bucket.label}"):
+                with engine.comm.set_place(f"restaging {bucket.label}"):
                     _move(engine, move, [own.get(number, {}) for own in known])
             number += 1
         unit.restaged()
@@ -208,12 +208,12 @@ def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, State]]) -> N
         values, grad = master, None
         states: list[ParamStates] = [{} for _ in known]
         if not keeps_storage:
-            values = move.of(master)
+            values = move.move_values(master)
             for number, (sharded, entries) in enumerate(zip(engine.optimizers, known, strict=True)):
                 full = full_entries(bucket, sharded, entries, lambda _, values: values)
                 states[number] = {(bucket, slot): entry for slot, entry in full.items()}
         if not keeps_grad and bucket.grad is not None:
-            grad = move.of(bucket.grad)
+            grad = move.move_values(bucket.grad)
 
         def move_in() -> None:
             bucket.rest_as(plan, tiers, values, keeps_storage=keeps_storage, grad=grad, keeps_grad=keeps_grad)

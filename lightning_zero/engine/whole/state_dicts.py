@@ -57,7 +57,7 @@ def module_state(
 ) -> State:
     """Return the module's state dict, with full or with fake tensors: see ``Engine.state_dict``. Collective."""
     if fakes is None:  # no message before has said that all ranks are here, as one of a save does
-        engine.comm.meet(None, "the module's state_dict(), which all ranks must call")
+        engine.comm.gather_checked(None, "the module's state_dict(), which all ranks must call")
     take_shown_over(engine)
     wanted = not only_rank_0 or engine.comm.rank == 0
     values = gathered(engine, wanted=wanted) if fakes is None else {}
@@ -159,7 +159,7 @@ def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_onl
     def info_of(entry: object) -> ParamInfo | None:
         if not isinstance(entry, Tensor):
             return None
-        # By memory: an override of ``state_dict`` may have detached the parameter, which shares its placeholder.
+        # By memory: an override of ``state_dict`` may have detached the parameter. See [Note: placeholders].
         return by_id.get(id(entry)) or by_storage.get(_identity(entry))
 
     left_out = prefixes_beside(engine.module) if trainable_only else ()
@@ -293,7 +293,7 @@ class _CopyIntoShards(TorchFunctionMode):
         self.did: Callable[[nn.Parameter], object] = lambda param: None
 
     def _users_versions(self) -> dict[str, int]:
-        # Our own writes raise both numbers.
+        # See [Note: version counters].
         return {fqn: info.param._version - info.version for fqn, info in _infos(self.engine).items()}
 
     def refuse_writes(self) -> None:
@@ -378,8 +378,8 @@ def _refuse_other_values(engine: Engine, state: Saved) -> None:
         if key in infos and value is not infos[key].param
     }
     one = zlib.crc32(repr(sorted(own.items())).encode())
-    if len(set(engine.comm.meet(one, "whether all ranks load the same values"))) > 1:
-        table = engine.comm.meet(own, "which values ranks load")
+    if len(set(engine.comm.gather_checked(one, "whether all ranks load the same values"))) > 1:
+        table = engine.comm.gather_checked(own, "which values ranks load")
         unequal = sorted({key for found in table for key in found if len({other.get(key) for other in table}) > 1})
         raise RuntimeError(
             f"loading {', '.join(unequal)}: expected the same values on all ranks, got others on some. Draw what a "

@@ -100,7 +100,7 @@ def show_gathered(
 ) -> Iterator[None]:
     """Show full masters in the buckets of ``params`` inside the ``with``. See ``lightning_zero.gather``. Collective."""
     # A rank in another call must not take a later message of gather() for a message of that call.
-    engine.comm.meet(None, "gather(), which all ranks must enter")
+    engine.comm.gather_checked(None, "gather(), which all ranks must enter")
     engine.passes.between.close()
     with set_aside(engine):
         yield from _shown(engine, params, from_rank, grads)
@@ -318,7 +318,7 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
                 os.posix_fallocate(fd, 0, _nbytes(engine))  # if there is no room, fail now: a write would get SIGBUS
             except (OSError, AttributeError) as error:
                 failed = f"rank {comm.rank} could not have {_nbytes(engine):,} bytes of shared memory ({error})"
-        places = comm.meet((os.getpid(), fd, failed), "where the whole module is")
+        places = comm.gather_checked((os.getpid(), fd, failed), "where the whole module is")
         failed = next((row[2] for row in places if row[2]), "")
         if not failed:
             pid, number, _ = places[leader]
@@ -328,7 +328,7 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
                 copy = HostCopy(engine, fd)
             except OSError as error:  # the processes cannot see each other's files
                 failed = f"rank {comm.rank} could not map the memory of rank {leader} ({error})"
-            failed = next((text for text in comm.meet(failed, "mapping the whole module") if text), "")
+            failed = next((text for text in comm.gather_checked(failed, "mapping the whole module") if text), "")
         return (None, failed) if failed else (copy, "")
     finally:
         if fd >= 0:
@@ -354,7 +354,7 @@ def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
         full = bucket.full_master()
         _write(bucket, targets, full[low:high], (low, high))
         del full
-    comm.meet(None, "the whole module is there")
+    comm.gather_checked(None, "the whole module is there")
     copy.equals_masters(engine.buckets)
 
 
@@ -383,7 +383,9 @@ def show_whole(engine: Engine) -> bool:
         return False
     take_writes_over(engine)
     known = copy is not None and copy.still_equals(engine)
-    table = engine.comm.meet((machine(), available_host_memory(), known), "making the module whole", patient=True)
+    table = engine.comm.gather_checked(
+        (machine(), available_host_memory(), known), "making the module whole", patient=True
+    )
     if not all(row[2] for row in table):
         copy = engine.host_copy = None  # free the old copy first: there may be no room for two
         hosts = [row[0] for row in table]
@@ -438,7 +440,7 @@ def _take_over(engine: Engine) -> None:
     if copy is None or not copy.is_shown:
         return
     written = {number: tuple(value.shape) for number, value in copy.written().items()}
-    table = engine.comm.meet(written, "what was written to the module between runs")
+    table = engine.comm.gather_checked(written, "what was written to the module between runs")
     for number, shape in (item for found in table for item in found.items()):
         copy.params[number].info.check_shape(shape)
     shown = [copy.params[number] for number in sorted({number for found in table for number in found})]
@@ -537,7 +539,7 @@ def set_aside(engine: Engine) -> Iterator[None]:
 def check_free_memory(engine: Engine) -> None:
     """Raise ConfigError if ``zero.gather_after_fit=true`` and a host cannot hold a copy of the module. Collective."""
     if engine.config.gather_after_fit is True and engine.host_copy is None:
-        table = engine.comm.meet((machine(), available_host_memory()), "room for the whole module")
+        table = engine.comm.gather_checked((machine(), available_host_memory()), "room for the whole module")
         _refuse(_does_not_fit(engine, [row[0] for row in table], [row[1] for row in table]))
 
 

@@ -131,7 +131,7 @@ class ShardedAverage(AveragedModel):
         device = average.device
         if self._beside_masters:
             device = self.engine.comm.device if move.plan.storage_tier is Tier.device else torch.device("cpu")
-        values = move.of(average.detach()).to(device)
+        values = move.move_values(average.detach()).to(device)
         if values.untyped_storage().nbytes() != values.numel() * values.element_size():
             values = values.clone()  # a view would keep the whole storage alive
         self.module.register_parameter(str(number), nn.Parameter(values, requires_grad=False))

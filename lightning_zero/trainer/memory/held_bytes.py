@@ -85,7 +85,7 @@ def state_tensors(engine: Engine) -> States:
         return StateOfRank(tensors, max(sharded.step_peak() for sharded in engine.optimizers))
     counts = [0]
     for bucket in engine.buckets:
-        runs = sum(len(sharded.runs.of(bucket)) for sharded in sliced)
+        runs = sum(len(sharded.runs.runs_of(bucket)) for sharded in sliced)
         states = sum(1 for sharded in sliced for _ in sharded.state_tensors(bucket))
         counts.append(states // max(1, runs))
     return max(counts)

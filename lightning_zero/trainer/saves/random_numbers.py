@@ -135,13 +135,13 @@ class RandomNumbers:
         """Return the generator states that this rank saves, "now" and "epoch", as one flat tensor."""
         fetched_only = self._fetching if self._trained == self._batches_trained else None
         now = fetched_only or self._now()
-        return torch.cat([*now.packed().values(), *(self._epoch or now).packed().values()])
+        return torch.cat([*now.as_tensors().values(), *(self._epoch or now).as_tensors().values()])
 
     def record_of(self, rows: Tensor) -> dict[str, Any]:
         """Return the checkpoint's record of generator states. ``rows`` [ranks, length]: each rank's :meth:`row`."""
         progress: Any = self._fit_loop.epoch_loop.batch_progress
         ended = progress.is_last_batch and progress.current.ready == progress.current.processed
-        sizes = {name: len(part) for name, part in self._now().packed().items()}
+        sizes = {name: len(part) for name, part in self._now().as_tensors().items()}
         parts = [part.clone() for part in rows.split([*sizes.values()] * 2, dim=1)]
         now, epoch = (dict(zip(sizes, some, strict=True)) for some in (parts[: len(sizes)], parts[len(sizes) :]))
         return {"now": now, "epoch": epoch, "in_epoch": not ended}
