@@ -194,7 +194,7 @@ def again(side: Sharded, step: int) -> Tensor:
 def test_gradients_that_come_again_are_added_in_fp32(stage: int, alone: bool) -> None:
     counts: set[tuple[str, int]] = set()
     apart: list[torch.dtype] = []
-    complete = BucketGrads.complete
+    complete = BucketGrads.buffer_to_reduce
 
     def completed(self: BucketGrads) -> Tensor:
         apart.extend(grad.dtype for grad in self.second_arrivals.values())
@@ -207,8 +207,9 @@ def test_gradients_that_come_again_are_added_in_fp32(stage: int, alone: bool) ->
         return loss
 
     found = []
+    watched = mock.patch.object(BucketGrads, "buffer_to_reduce", completed)
     for wire in WIRES:
-        with mock.patch.object(BucketGrads, "complete", completed), contextlib.nullcontext() if alone else together():
+        with watched, contextlib.nullcontext() if alone else together():
             found.append(trained(repeats, counted, wire, stage=stage, unit=PARTS))
     assert_equal(*found)
     assert set(apart) == {torch.float32}

@@ -100,7 +100,7 @@ def test_a_parameter_passes_few_files() -> None:
 @on_ranks(2)
 def test_a_gradient_passes_few_files() -> None:
     """From autograd to the shard that the optimizer steps."""
-    accept_grad, complete, reduce = Reducer.accept_grad, BucketGrads.complete, DirectTransport.reduce
+    accept_grad, complete, reduce = Reducer.accept_grad, BucketGrads.buffer_to_reduce, DirectTransport.reduce
     with Sharded(Model(depth=3), stage=3) as side:
         train(side, range(2))
         bucket = side.engine.units[2].buckets[0]
@@ -132,7 +132,7 @@ def test_a_gradient_passes_few_files() -> None:
 
             with (
                 mock.patch.object(Reducer, "accept_grad", accepted),
-                mock.patch.object(BucketGrads, "complete", completed),
+                mock.patch.object(BucketGrads, "buffer_to_reduce", completed),
                 mock.patch.object(DirectTransport, "reduce", reduced),
             ):
                 language_work(side, 2)

@@ -2,10 +2,9 @@
 
 ::
 
-    take      stores a gradient; on a device its copy waits for the bucket's last gradient, so that one call copies all
-    copy_in   copies waiting gradients into the buffer, times ``scale_on_arrival``
-    complete  returns the buffer, with zeros where no gradient has come; its reduced sum is multiplied by
-              ``scale_of_sum``
+    store_grad        stores a gradient; on a device its copy waits for the bucket's last, so that one call copies all
+    copy_in           copies waiting gradients into the buffer, times ``scale_on_arrival``
+    buffer_to_reduce  returns the buffer, with zeros where no gradient has come; its sum is times ``scale_of_sum``
 
 One of the two factors divides by the number of ranks and the loss scale; the other is 1 (``_choose_scales``). Gradients
 narrower than their sum (bf16, summed in fp32) are sent without loss: they stay undivided in the buffer, and a
@@ -47,7 +46,7 @@ class BucketGrads:
     scale_on_arrival: float = field(init=False)  # factor for each gradient
     scale_of_sum: float = field(init=False)  # factor for the reduced sum
     local_dtype: torch.dtype = field(init=False)
-    sent_dtype: torch.dtype = field(init=False)  # of the next ``complete`` buffer
+    sent_dtype: torch.dtype = field(init=False)  # of the next buffer to reduce
     total_dtype: torch.dtype | None = field(init=False)  # of its sum if it travels by an all-to-all, else None
     _exchanges: bool = field(init=False)  # gradients travel by an all-to-all in autograd's dtype, divided afterwards
 
@@ -122,7 +121,7 @@ class BucketGrads:
 
     def _add(self, slot: int, grad: Tensor) -> None:
         if self.local is None:
-            # Uninitialized: ``complete`` zeroes what no gradient has filled.
+            # Uninitialized: ``buffer_to_reduce`` zeroes what no gradient has filled.
             self.local = self.spare.take_buffer(self.bucket.layout.numel, self.local_dtype, grad.device)
         view = self._place(self.local, slot)
         if slot in self.written:
@@ -153,7 +152,7 @@ class BucketGrads:
             torch._foreach_add_([views[slot] for slot in more], [waiting[slot] for slot in more], alpha=scale)
         self.written.update(waiting)
 
-    def complete(self) -> Tensor:
+    def buffer_to_reduce(self) -> Tensor:
         """Return a buffer to reduce, zero where no gradient came. A second call returns one with the late gradients."""
         bucket, dtype = self.bucket, self.sent_dtype
         self.copy_in()

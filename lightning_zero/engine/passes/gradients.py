@@ -273,7 +273,7 @@ class Reducer:
             if not (pending.done() or (crowded and self._may_wait())):
                 break
             self._land()
-        full = grads.complete()
+        full = grads.buffer_to_reduce()
         self._issued.here += 1
         operation = bucket.comm.reduce_scatter if bucket.shards_master else bucket.comm.all_reduce
         with recording.profiled("reduce", bucket.label):

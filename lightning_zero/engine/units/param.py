@@ -9,10 +9,10 @@ what slips past the engine gives NaN. The class tells the engine of operations t
 integers that are not packed, have no placeholder: those parameters are replicated.
 
 [Note: version counters]
-In-place operations raise `_version`, on views and on `detach()` too. No change: `.data = value`, operations on `.data`
-(which has a counter of its own), NumPy, collectives of c10d, and kernels that update running statistics. The engine
-raises it when placeholders replace values, so that torch refuses the backward of a graph that saved the parameter
-itself, and lowers it when values return. `ParamInfo.version` follows the engine's writes; the rest are users' writes.
+In-place operations raise `_version`, on views and on `detach()` too. It is not raised by `.data = value`, operations on
+`.data` (which has a counter of its own), NumPy, collectives of c10d, or kernels that update running statistics. The
+engine raises it when placeholders replace values, so that torch refuses the backward of a graph that saved the
+parameter itself, and lowers it when values return. What `ParamInfo.version` lacks are users' writes.
 
 [Note: checksums of writes]
 NumPy and collectives raise no counter, neither the parameter's nor that of `.data`. So a parameter whose `.data` was
@@ -377,7 +377,8 @@ def set_values(infos: Iterable[ParamInfo], values: Iterable[Tensor], kind: Kind)
 def values_changed(infos: Sequence[ParamInfo]) -> None:
     """Raise the autograd versions of parameters whose values the engine has replaced or changed.
 
-    torch then refuses a backward that saved the old values. See [Note: version counters]."""
+    torch then refuses a backward that saved the old values, and `passes.access.Writes` does not take the change for a
+    user's write. See [Note: version counters]."""
     increment_version([info.param for info in infos])
     for info in infos:
         info.version += 1
