@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero.app.jobs import command_to_go_on, decided
@@ -25,6 +24,7 @@ from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.ranks.rendezvous import versions
 from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.report import results
+from lightning_zero.report.record import Record
 from lightning_zero.settings import ConfigError, nearest
 from lightning_zero.trainer.strategy import ZeroStrategy
 from lightning_zero.trainer.summary import setup_of
@@ -189,7 +189,8 @@ def _report(
         print(f"{SPOKEN.get(name, name)}: {value:.4f}", flush=True)
     if not folder.is_dir():
         return
-    series = results.logged(Path(c.log_dir) for c in trainer.loggers if isinstance(c, CSVLogger))
+    (record,) = (c for c in trainer.callbacks if isinstance(c, Record))  # type: ignore[attr-defined]
+    series = record.curves.series
     strategy = cast(ZeroStrategy, trainer.strategy)
     found = {
         "task": config.task.value,

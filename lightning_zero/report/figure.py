@@ -22,6 +22,8 @@ STYLE |= {"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.15, "axes.e
 STYLE |= {f"{what}color": INK for what in ("text.", "xtick.", "ytick.", "grid.", "axes.label", "axes.title")}
 STYLE |= {"figure.constrained_layout.wspace": 0.04, "figure.constrained_layout.hspace": 0.06}
 
+UNKNOWN = "not measured (callbacks.monitor does)"
+
 Values = Mapping[str, Sequence[tuple[int, float]]]  # for each metric pairs (step, value)
 
 
@@ -41,14 +43,16 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
     with matplotlib.rc_context(STYLE):
         figure = Figure((11.0, 7.0), layout="constrained")
         (loss, fast), (memory, stood) = figure.subplots(2, 2)
-        _curves(loss, "loss and validation", losses, {name: own[name] for name in own.keys() - losses.keys()})
+        others = {name: own[name] for name in own.keys() - losses.keys()}
+        _curves(loss, "loss and validation", "nothing was logged", losses, others)
         speed = next((f"zero/{name}" for name in SPEEDS if f"zero/{name}" in finite), "")
-        _curves(fast, "speed", *({n: finite[n] for n in finite.keys() & {name}} for name in (speed, "zero/mfu")))
+        speeds = ({n: finite[n] for n in finite.keys() & {name}} for name in (speed, "zero/mfu"))
+        _curves(fast, "speed", UNKNOWN, *speeds)
         names = [fill(f"{row['role']}, {row['tier']}", 22) for row in held]
         sets = {key: [row[key] for row in held] for key in ("planned", "measured")}
         _bars(memory, "memory of rank 0", names, sets, human_bytes)
         share = f" ({100 * sum(waits.values()) * steps_per_s:.0f} %)" if steps_per_s else ""
-        title = f"compute stood still for {human_seconds(sum(waits.values()))} of a step{share}"
+        title = f"compute waited for {human_seconds(sum(waits.values()))} of a step{share}" if waits else "waits"
         _bars(stood, title, list(waits), {"": list(waits.values())}, human_seconds)
         figure.savefig(path, format="png")
         text = io.StringIO()
@@ -56,8 +60,10 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
     return "<svg" + text.getvalue().partition("<svg")[2].replace(INK, "currentColor")
 
 
-def _curves(axes: Any, title: str, left: Values, right: Values) -> None:
-    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on a second one, or on the first if free."""
+def _curves(axes: Any, title: str, without: str, left: Values, right: Values) -> None:
+    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on a second one, or on the first if free.
+
+    ``without``: what to say in place of no curves."""
     lines, colours = [], iter(COLOURS)
     for number, values in enumerate(values for values in (left, right) if values):
         own = axes.twinx() if number else axes
@@ -70,7 +76,7 @@ def _curves(axes: Any, title: str, left: Values, right: Values) -> None:
         own.spines["right"].set_visible(bool(number))
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_title(title if lines else f"{title}: nothing was logged")
+    axes.set_title(title if lines else f"{title}: {without}")
     if max(len(left), len(right)) > 1:
         axes.legend(handles=lines)
 
@@ -89,6 +95,6 @@ def _bars(
     axes.grid(False)
     axes.margins(x=0.15)
     axes.yaxis.set_inverted(True)
-    axes.set_title(title if names else f"{title}: nothing was logged")
+    axes.set_title(title if names else f"{title}: {UNKNOWN}")
     if len(sets) > 1:
         axes.legend()

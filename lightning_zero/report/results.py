@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from lightning_zero.report.figure import can_draw, draw_run
 from lightning_zero.report.page import SPEEDS, page_html
+from lightning_zero.report.record import Series
 
 RESULTS, PICTURE, PAGE = "results.json", "results.png", "report.html"
-Series = dict[str, list[tuple[int, float]]]  # for each metric pairs (step, value)
 Held = tuple[str, str, int | None, int | None]  # role, tier, bytes planned and measured
-
-
-def logged(folders: Iterable[Path]) -> Series:
-    """Return the metrics that Lightning's CSV logger has written to ``folders``, from all starts of the run."""
-    found: dict[str, dict[int, float]] = {}
-    for path in sorted({f for folder in folders for f in folder.glob("metrics*.csv")}, key=lambda f: f.stat().st_mtime):
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                step = int(row.pop("step"))
-                for name, value in row.items():
-                    if value and name != "epoch":
-                        found.setdefault(name, {})[step] = float(value)
-    return {name: sorted(values.items()) for name, values in found.items()}
 
 
 def measured(series: Series, held: Sequence[Held]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from lightning_zero.app import train
 from lightning_zero.report import results
+from lightning_zero.report.record import Curves
 from tests.harness import run_command
 
 BROWSER = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
@@ -26,18 +28,24 @@ RUN = dict.fromkeys(("metrics", "checkpoint", "best_checkpoint", "next", "commit
     "command": "python -m lightning_zero.train",
     "versions": {"torch": "2"},
 }
-METRICS = """epoch,step,train_loss,val_loss,zero/bytes/grad/device,zero/mfu,zero/tokens_per_s,zero/wait_s/gather
-,0,,,2048,0.1,100,5.0
-0,0,5.5,,,,,
-,1,,,2048,0.2,200,0.25
-0,1,nan,4.5,,,,
-"""
+LOGGED = [
+    {"step": 0, "zero/bytes/grad/device": 2048, "zero/mfu": 0.1, "zero/tokens_per_s": 100, "zero/wait_s/gather": 5.0},
+    {"step": 0, "train_loss": 5.5, "epoch": 0},
+    {"step": 1, "zero/bytes/grad/device": 2048, "zero/mfu": 0.2, "zero/tokens_per_s": 200, "zero/wait_s/gather": 0.25},
+    {"step": 1, "train_loss": math.nan, "val_loss": 4.5, "epoch": 0},
+]
+
+
+def logged(folder: Path, lines: list[dict[str, float]]) -> Curves:
+    curves = Curves(folder)
+    for line in lines:
+        curves.log_metrics(line, int(line["step"]))
+    return curves
 
 
 def written(folder: Path, **more: Any) -> dict[str, Any]:
     """Write the report of a run with two steps, and return its numbers."""
-    (folder / "metrics.csv").write_text(METRICS)
-    series = results.logged([folder])
+    series = logged(folder, LOGGED).series
     found = RUN | results.measured(series, ()) | more
     results.write(folder, found, series, None)
     return json.loads((folder / "results.json").read_text())
@@ -54,10 +62,24 @@ def test_numbers_of_a_run_that_failed_are_those_that_were_logged(tmp_path: Path)
     assert "currentColor" in page and "#1c2230" not in page[page.index("<svg") :]  # of both colour schemes
 
 
-def test_metrics_from_before_a_restart_are_drawn_too(tmp_path: Path) -> None:
-    (tmp_path / "metrics-1.csv").write_text("epoch,step,train_loss\n0,0,9.0\n0,1,8.0\n")
-    (tmp_path / "metrics.csv").write_text("epoch,step,train_loss\n0,1,7.0\n0,2,6.0\n")
-    assert results.logged([tmp_path, tmp_path]) == {"train_loss": [(0, 9.0), (1, 7.0), (2, 6.0)]}
+def test_curves_go_on_after_a_restart_and_not_after_another_run(tmp_path: Path) -> None:
+    logged(tmp_path, [{"step": step, "train_loss": 9.0 - step} for step in range(2)])
+    with (tmp_path / "curves.jsonl").open("a") as file:
+        file.write('{"step": 2, "train_l')  # killed here
+    for step, kept in ((1, [(0, 9.0), (1, 8.0), (2, 6.0)]), (0, [(2, 6.0)])):
+        curves = Curves(tmp_path)
+        curves.start_at(step)
+        curves.log_metrics({"train_loss": 6.0}, 2)
+        assert curves.series == Curves(tmp_path).series == {"train_loss": kept}
+
+
+def test_what_is_not_known_is_not_said_to_be_nothing(tmp_path: Path) -> None:
+    """A run without ZeroMonitor, whose losses are known and whose waits are not."""
+    series = logged(tmp_path, LOGGED[1::2]).series
+    results.write(tmp_path, RUN | results.measured(series, ()), series, None)
+    svg = (tmp_path / "report.html").read_text().partition("<svg")[2]
+    assert "train_loss" in svg and "nothing was logged" not in svg and " 0 ms" not in svg
+    assert svg.count("not measured (callbacks.monitor does)") == 3  # speed, memory, waits
 
 
 def colours(folder: Path, scheme: int) -> tuple[str, list[str]]:

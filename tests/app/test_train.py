@@ -220,7 +220,10 @@ def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
     there = {f.name for f in [*tmp_path.iterdir(), *(tmp_path / "cache").glob("*")]}
     assert there - others == {"run", "users_model.py", "words.txt"}
     overfit = ("debug=overfit", "trainer.max_steps=4", "trainer.accelerator=cpu", "trainer.devices=1")
-    alone(tmp_path, "experiment=tiny", *overfit, "data=synthetic", "hydra.run.dir=overfit")
+    more = ("logger=none", "trainer.log_every_n_steps=1", "hydra.run.dir=overfit")
+    alone(tmp_path, "experiment=tiny", *overfit, "data=synthetic", *more)
+    found = json.loads((tmp_path / "overfit" / "results.json").read_text())  # its curves need no logger
+    assert found["last"]["train_loss"] > 0 and found["tokens_per_s"] > 0 and found["wait_s_per_step"] == {}
 
 
 @pytest.mark.full
