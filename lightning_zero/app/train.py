@@ -349,6 +349,7 @@ def _say(text: str) -> None:
 def _refuse(message: str, *, final: bool = True) -> None:
     if final:
         write_outcome(REFUSED)
+    sweep.RunFolder.remove()
     _say(f"error: {message}")
     raise SystemExit(2)
 

@@ -219,7 +219,17 @@ def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeyp
 SWEEP = "-m seed=1,2 trainer.devices=2 hydra/launcher=basic"
 QUICK = "experiment=tiny data=synthetic trainer.accelerator=cpu"
 WHOLE = "optimizer=adafactor zero.optimizer.state_dtype=bf16"
-ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "optimizer.lr=abc", SWEEP, WHOLE}
+ONE_OF_A_KIND = {
+    "trainer.max_steps= 5",
+    "+machine=h100",
+    "trainer.devices=0",
+    "trainer.max_step=3",
+    "zero.stage=3",
+    "zero/offload=nvme",
+    "optimizer.lr=abc",
+    SWEEP,
+    WHOLE,
+}
 
 
 @pytest.mark.mainly(lambda overrides: overrides in ONE_OF_A_KIND)
@@ -293,6 +303,7 @@ def test_a_mistake_ends_in_a_sentence(command_line: Any, overrides: str, parts: 
     assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
     assert not [word for word in ("Traceback", "Config'", "full_key") if word in said]  # the last two are OmegaConf's
     assert [part for part in parts if part not in said] == []
+    assert not Path("outputs/train").exists()
 
 
 def test_a_setting_with_dashes_is_refused_with_its_form(command_line: Any) -> None:
