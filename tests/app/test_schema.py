@@ -243,12 +243,17 @@ ONE_OF_A_KIND = {
     ("+trainer.logger=false", ["trainer.logger: expected none, as logger=... sets it, got False. Choose logger=..., "]),
     ("+trainer.default_root_dir=x", ["expected none, as run_dir=... sets it, got 'x'."]),
     ("+model.optimizer=3", ["model.optimizer: expected none, as optimizer=... sets it, got 3."]),
+    ("model.width=", ["To append to your config use +model.width=VALUE.\n"]),
+    # spaces
+    ("trainer.max_steps= 5", ["error: 5: expected key=value without spaces. Write trainer.max_steps=5.\n"]),
+    ("seed=3 trainer.max_steps = 5 tags=[a]", ["without spaces. Write trainer.max_steps=5.\n"]),
     # a group for a setting, and the other way round
     ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
     ("zero.offload=nvm", ["Did you mean zero/offload=nvme? There are zero/offload=auto, "]),
     ("zero=zero2", ["Could not override 'zero'. No match in the defaults list. Did you mean zero/stage=zero2?\n"]),
     ("stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
     ("machine=h100", ["Could not override 'machine'. No match in the defaults list. There are callbacks, "]),
+    ("+machine=h100", ["no group or setting machine. lightning-zero plan and lightning-zero submit have it. Drop +ma"]),
     ("callbacks.best.monitor=x", ["Did you mean callbacks=best callbacks.best.monitor=x? "]),
     ("zero/prefetch_bytes=3", ["Did you mean zero.prefetch_bytes=3?\n"]),
     ("zero.unit.classes=Block", ["list or tuple. Write zero.unit.classes=[Block].\n"]),
