@@ -77,7 +77,7 @@ def human_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> tuple[str, Sequence[str], list[Sequence[str]]]:
+def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
     """Return the table of ranks: of many those that waited most or least, since others wait for the slowest one."""
     shown, title = sorted(ranks, key=lambda rank: sum(rank["wait_s_per_step"].values())), "Ranks"
     if len(ranks) > MOST_RANKS:
