@@ -92,6 +92,8 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
     conf = _known(config_name)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         conf.groups[error.missing_cfg_file.removesuffix(".yaml").rpartition("/")[0]] = list(error.options)
+    if isinstance(error, OverrideParseException) and (joined := _without_spaces(error.override, arguments)):
+        return f"{error.override}: expected key=value without spaces. Write {joined}."
     cause = str(error.__cause__ or error)
     said, *more = [line.strip().rstrip(".") for line in str(error).splitlines()]
     given = _refused(f"{error}\n{cause}", arguments, conf)
@@ -99,6 +101,9 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
         said = f"{error.override}: {said}"
     if isinstance(error, OverrideParseException) or said.startswith("Ambiguous value"):
         return ". ".join([said, *more]) + "."
+    if key := re.search(r"Key '(\w+)' not in '\w+Config'", str(error)):  # a file of a group that this command lacks
+        other = " lightning-zero plan and lightning-zero submit have it." if key[1] == "machine" else ""
+        return f"{given}: this command has no group or setting {key[1]}.{other} Drop {given}."
     if said.startswith(NO_NAME):
         said = f"{given}: {said}"
     elif said.startswith("Error merging"):
@@ -110,8 +115,18 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
     if said.startswith("Error merging") and "is not a ListConfig" in cause:
         sentences.append(f"Write {given.replace('=', '=[', 1)}].")
     if "not in struct" in cause:  # keys can be added here with +
-        sentences += [f"{line}." for line in more[:1]]
+        sentences += [f"{line}VALUE." if line.endswith("=") else f"{line}." for line in more[:1]]
     return " ".join(filter(None, sentences))
+
+
+def _without_spaces(given: str, arguments: list[str]) -> str:
+    """Return the setting that spaces beside its ``=`` have divided, of which ``given`` is a part; "" if none have."""
+    first = last = arguments.index(given) if given in arguments else 0
+    while first and (arguments[first - 1].endswith("=") or arguments[first].startswith("=")):
+        first -= 1
+    while last + 1 < len(arguments) and (arguments[last].endswith("=") or arguments[last + 1].startswith("=")):
+        last += 1
+    return "".join(arguments[first : last + 1]) if last > first else ""
 
 
 def explain_flag(arguments: list[str], config_name: str) -> str:

@@ -137,7 +137,14 @@ def choice_document(choice: Choice | str) -> dict[str, Any]:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+def _show(what: str) -> None:
+    """Say on a terminal what takes the next seconds."""
+    if sys.stderr.isatty():
+        print(f"{what} ...", file=sys.stderr, flush=True)
+
+
 def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> None:
+    _show("importing torch and Lightning")
     from lightning_zero.app.memory_plan import find_machine, make_plan
     from lightning_zero.app.plan_model import describe
 
@@ -146,6 +153,8 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
     if extras["optimizer_states"] is not None:
         positive("optimizer_states", extras["optimizer_states"], zero_ok=True)
     fit_trainer(config)
+    measured = ", and measuring a batch with and without checkpointing" if extras["activations"] else ""
+    _show(f"building the model without memory{measured}")
     described = describe(
         config, train.explicit_keys(), states=extras["optimizer_states"], activations=extras["activations"]
     )
@@ -157,6 +166,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
         nodes=config.trainer.get("num_nodes"),
         on_gpus=config.trainer.get("accelerator", "auto") in GPU_ACCELERATORS,
     )
+    _show("planning stages and offload")
     plan = make_plan(described, machine, config.zero, asked.rates)
     if extras["json"]:
         print(json.dumps(document(plan), indent=2))

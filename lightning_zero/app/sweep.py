@@ -6,6 +6,7 @@ again. If each job has its own process, it may have any number of ranks, and its
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import json
@@ -13,11 +14,12 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
@@ -137,6 +139,28 @@ class SweepTable(Callback):
         if runs:
             metric = OmegaConf.select(config, "optimized_metric")
             print_table(folder, runs, metric, str(OmegaConf.select(config, "hydra.sweeper.direction") or "minimize"))
+
+
+class RunFolder(Callback):
+    """Notes which folders Hydra makes for a run, so that a refused command leaves none of them."""
+
+    made: ClassVar[list[Path]] = []
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(str(config.hydra.run.dir)).absolute()
+        RunFolder.made[:] = [path for path in (folder, *folder.parents) if not path.exists()]
+
+    @staticmethod
+    def remove() -> None:
+        """Remove what Hydra has made for this run, if nothing but Hydra's own files and logs are inside."""
+        for folder in RunFolder.made[:1]:
+            inside = [file for file in folder.rglob("*") if not file.is_dir()]
+            if all(file.parent.name == ".hydra" or file.suffix == ".log" for file in inside):
+                shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run may be inside by now
+            for parent in RunFolder.made[1:]:
+                parent.rmdir()
+        RunFolder.made.clear()
 
 
 def overrides_of(run: Path) -> list[str]:

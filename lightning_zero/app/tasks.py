@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import zip_longest
@@ -18,7 +19,6 @@ import lightning
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero.app.jobs import command_to_go_on, decided
@@ -26,7 +26,9 @@ from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.ranks.rendezvous import versions
 from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.report import results
+from lightning_zero.report.record import Record, of_rank
 from lightning_zero.settings import ConfigError, nearest
+from lightning_zero.trainer.callbacks.monitor import batches_at_once
 from lightning_zero.trainer.strategy import ZeroStrategy
 from lightning_zero.trainer.summary import setup_of
 
@@ -190,7 +192,8 @@ def _report(
         print(f"{SPOKEN.get(name, name)}: {value:.4f}", flush=True)
     if not folder.is_dir():
         return
-    series = results.logged(Path(c.log_dir) for c in trainer.loggers if isinstance(c, CSVLogger))
+    (record,) = (c for c in trainer.callbacks if isinstance(c, Record))  # type: ignore[attr-defined]
+    series = record.curves.series
     strategy = cast(ZeroStrategy, trainer.strategy)
     found = {
         "task": config.task.value,
@@ -201,7 +204,9 @@ def _report(
         "steps": trainer.global_step,
         "duration_s": time.time() - begun,
         "setup": setup_of(strategy.engine),
-        **results.measured(series, strategy.run_plan.held),
+        "configuration": configuration(config, trainer, record),
+        "seen": {f"{name.removeprefix('run/')} seen": int(count) for name, count in record.seen.items()},
+        **results.measured(series, strategy.run_plan.held, record.ranks or [of_rank(strategy.engine, series)]),
         "checkpoint": checkpoint,
         "best_checkpoint": best,
         "command": shlex.join(["python", "-m", "lightning_zero.train", *sys.argv[1:]]),
@@ -212,6 +217,30 @@ def _report(
     results.write(folder, found, series, config.zero.timeline)
     if finished and found["next"]:
         print(f"next: {found['next']}", flush=True)
+
+
+def configuration(config: TrainConfig, trainer: Trainer, record: Record) -> dict[str, str | int]:
+    """Return in words what a run trains, on which data, and with how large batches, for its file of results."""
+    parts = {name: _called(getattr(config, name)) for name in ("model", "data", "optimizer")}
+    hosts = Counter((rank["host"], rank["device"].partition(", ")[2]) for rank in record.ranks)
+    machines = ", ".join(f"{host} ({count} x {device})" for (host, device), count in hosts.items())
+    sizes = {name: size for name, size in zip(("samples", "tokens"), record.batch or (), strict=False) if size}
+    accumulated = trainer.accumulate_grad_batches
+    at_once = accumulated * batches_at_once(trainer)
+    return {
+        **{name: text for name, text in parts.items() if text},
+        **({"hosts": machines} if machines else {}),
+        "seed": config.seed,
+        **{f"{name} in a batch of a rank": size for name, size in sizes.items()},
+        "batches accumulated for a step": accumulated,
+        **{f"{name} in a step of all ranks": size * at_once for name, size in sizes.items()},
+    }
+
+
+def _called(node: Mapping[str, Any]) -> str:
+    """Return a group's class with its arguments, as Python would call it."""
+    values = ", ".join(f"{key}={value!r}" for key, value in plain(node).items() if not key.startswith("_"))
+    return f"{str(node['_target_']).rpartition('.')[2]}({values})" if "_target_" in node else ""
 
 
 def _checkpoints(trainer: Trainer, folder: Path, begun: float) -> tuple[str | None, str | None]:

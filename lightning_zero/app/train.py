@@ -93,6 +93,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
+    from lightning_zero.report.record import Record
     from lightning_zero.trainer.allocation import check_srun
     from lightning_zero.trainer.saves.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
@@ -104,7 +105,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     check_srun()
     callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir)]
     callbacks.append(LastValidation(config.optimized_metric))
-    callbacks.append(LogSettings(asdict(config)))
+    callbacks += [LogSettings(asdict(config)), Record(config.run_dir)]
     if config.task is Task.predict:
         callbacks.append(WritePredictions(Path(config.run_dir, "predictions")))
     for key, kind in (("enable_progress_bar", ProgressBar), ("enable_checkpointing", Checkpoint)):
@@ -348,6 +349,7 @@ def _say(text: str) -> None:
 def _refuse(message: str, *, final: bool = True) -> None:
     if final:
         write_outcome(REFUSED)
+    sweep.RunFolder.remove()
     _say(f"error: {message}")
     raise SystemExit(2)
 

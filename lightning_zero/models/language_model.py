@@ -70,6 +70,7 @@ class LanguageModel(LightningModule):
         # Logged values are read every few steps. Lightning reads progress bar values after every batch, which would
         # wait for the GPU: see :meth:`on_train_batch_end`.
         self.log("train_loss", loss)
+        self.log("train_bits_per_byte", self._bits_per_byte(loss.detach()))  # in the unit of validation
         self._train_loss = loss.detach()
         lr = self.trainer.optimizers[0].param_groups[0]["lr"]
         # On the host: ``log`` would send a number to the device and wait.

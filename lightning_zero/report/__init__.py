@@ -2,5 +2,6 @@
 
 ::
 
-    results  the numbers of a run       figure  its picture, by matplotlib       page  a page of HTML
+    record   keeps what a run logs      results  its numbers
+    figure   its picture, by matplotlib page     a page of HTML
 """

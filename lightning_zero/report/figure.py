@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -22,6 +23,8 @@ STYLE |= {"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.15, "axes.e
 STYLE |= {f"{what}color": INK for what in ("text.", "xtick.", "ytick.", "grid.", "axes.label", "axes.title")}
 STYLE |= {"figure.constrained_layout.wspace": 0.04, "figure.constrained_layout.hspace": 0.06}
 
+UNKNOWN = "not measured (callbacks.monitor does)"
+
 Values = Mapping[str, Sequence[tuple[int, float]]]  # for each metric pairs (step, value)
 
 
@@ -35,29 +38,55 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
     from matplotlib.figure import Figure
 
     finite = {name: [(step, v) for step, v in pairs if math.isfinite(v)] for name, pairs in series.items()}
-    own = {name: pairs for name, pairs in finite.items() if not name.startswith(("zero/", "lr"))}
-    losses = {name: pairs for name, pairs in own.items() if "loss" in name}
-    held, waits, steps_per_s = results["bytes"], results["wait_s_per_step"], results.get("steps_per_s")
+    own = {name: pairs for name, pairs in finite.items() if not name.startswith(("zero/", "run/", "lr"))}
+    held, ranks, steps_per_s = results["bytes"][:-1], len(results["ranks"]), results.get("steps_per_s")
+    peak = results["bytes"][-1]["most"]
+    waits, longest = results["wait_s_per_step"], results["most_wait_s_per_step"]
+    of_all = f"of {ranks} ranks" if ranks > 1 else "of rank 0"
     with matplotlib.rc_context(STYLE):
-        figure = Figure((11.0, 7.0), layout="constrained")
-        (loss, fast), (memory, stood) = figure.subplots(2, 2)
-        _curves(loss, "loss and validation", losses, {name: own[name] for name in own.keys() - losses.keys()})
+        figure = Figure((11.0, 9.6), layout="constrained")
+        areas = figure.subplot_mosaic([["loss", "rate"], ["memory", "speed"], ["memory", "waits"]])
+        loss, rate, fast, memory, stood = (areas[name] for name in ("loss", "rate", "speed", "memory", "waits"))
+        _curves(loss, "training and validation", "nothing was logged", *_by_unit(own))
+        norm = {name: pairs for name, pairs in finite.items() if name == "zero/grad_norm"}
+        rates = {name: pairs for name, pairs in finite.items() if name.startswith("run/lr")}
+        _curves(rate, "learning rate and norm of gradients", "no step was logged", rates, norm)
         speed = next((f"zero/{name}" for name in SPEEDS if f"zero/{name}" in finite), "")
-        _curves(fast, "speed", *({n: finite[n] for n in finite.keys() & {name}} for name in (speed, "zero/mfu")))
-        names = [fill(f"{row['role']}, {row['tier']}", 22) for row in held]
-        sets = {key: [row[key] for row in held] for key in ("planned", "measured")}
-        _bars(memory, "memory of rank 0", names, sets, human_bytes)
+        speeds = ({n: finite[n] for n in finite.keys() & {name}} for name in (speed, "zero/mfu"))
+        _curves(fast, "speed", UNKNOWN, *speeds)
+        names = [fill(f"{row['role']}, {row['tier']}", 28) for row in held]
+        keys = {"planned": "planned", "measured, rank 0": "measured", f"most {of_all}": "most"}
+        sets = {label: [row[key] for row in held] for label, key in [*keys.items()][: 3 if ranks > 1 else 2]}
+        whole = f" (whole process at its peak: {human_bytes(peak)})" if peak else ""
+        _bars(memory, f"memory of a rank{whole}", names, sets, human_bytes)
         share = f" ({100 * sum(waits.values()) * steps_per_s:.0f} %)" if steps_per_s else ""
-        title = f"compute stood still for {human_seconds(sum(waits.values()))} of a step{share}"
-        _bars(stood, title, list(waits), {"": list(waits.values())}, human_seconds)
+        title = f"compute waited for {human_seconds(sum(waits.values()))} of a step{share}" if waits else "waits"
+        both = {f"mean {of_all}": [*waits.values()]} | ({"most of a rank": [*longest.values()]} if ranks > 1 else {})
+        _bars(stood, title, list(waits), both, human_seconds)
         figure.savefig(path, format="png")
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Type")))
     return "<svg" + text.getvalue().partition("<svg")[2].replace(INK, "currentColor")
 
 
-def _curves(axes: Any, title: str, left: Values, right: Values) -> None:
-    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on a second one, or on the first if free."""
+def _by_unit(own: Values) -> tuple[Values, Values]:
+    """Return the curves of the first y-axis, which has one unit, and those of the second one.
+
+    Metrics whose names differ in ``train``, ``val`` or ``test`` alone have one unit. Without any, losses come first."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for name, pairs in own.items():
+        kinds.setdefault(re.sub(r"(train|valid(ation)?|val|test)[_/]?|_(step|epoch)$", "", name), {})[name] = pairs
+    paired = sorted((kind for kind in kinds if len(kinds[kind]) > 1), key=lambda kind: "loss" not in kind)
+    if paired:
+        return kinds[paired[0]], kinds[paired[1]] if paired[1:] else {}
+    losses = {name: pairs for name, pairs in own.items() if "loss" in name}
+    return losses, {name: pairs for name, pairs in own.items() if name not in losses}
+
+
+def _curves(axes: Any, title: str, without: str, left: Values, right: Values) -> None:
+    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on a second one, or on the first if free.
+
+    ``without``: what to say in place of no curves."""
     lines, colours = [], iter(COLOURS)
     for number, values in enumerate(values for values in (left, right) if values):
         own = axes.twinx() if number else axes
@@ -65,12 +94,12 @@ def _curves(axes: Any, title: str, left: Values, right: Values) -> None:
             marker = "o" if len(pairs) < 50 else ""
             lines += own.plot(*zip(*pairs, strict=True), color=colour, label=name, marker=marker, markersize=3)
         if len(values) == 1:
-            own.set_ylabel(*values, color=colour)
+            own.set_ylabel(*(name.removeprefix("run/") for name in values), color=colour)
         own.grid(not number)
         own.spines["right"].set_visible(bool(number))
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_title(title if lines else f"{title}: nothing was logged")
+    axes.set_title(title if lines else f"{title}: {without}")
     if max(len(left), len(right)) > 1:
         axes.legend(handles=lines)
 
@@ -89,6 +118,6 @@ def _bars(
     axes.grid(False)
     axes.margins(x=0.15)
     axes.yaxis.set_inverted(True)
-    axes.set_title(title if names else f"{title}: nothing was logged")
+    axes.set_title(title if names else f"{title}: {UNKNOWN}")
     if len(sets) > 1:
         axes.legend()

@@ -10,6 +10,24 @@ from lightning_zero.planning.choose import human_bytes
 
 SPEEDS = ("tokens_per_s", "samples_per_s", "steps_per_s", "tflops_per_s", "mfu")  # of ZeroMonitor
 
+MOST_RANKS = 32  # of the table
+MEANING = {  # of the words of the tables
+    "gather": "ranks send each other their shards of a unit's parameters, before the unit computes",
+    "reduce": "gradients of all ranks are summed, and each rank gets its shard of the sums",
+    "agree": "small messages: norms of gradients, which unit comes next, signals",
+    "transfer": "copies between host memory and the device",
+    "disk": "reads and writes of files",
+    "step": "optimizer steps on the host",
+    "sequence": "ranks that share sequences exchange attention heads",
+    "compute_param": "parameters that the model computes with: this rank's shards, or whole ones below stage 3",
+    "master_param": "this rank's shards of the parameters in the dtype in which the optimizer steps them",
+    "grad": "gradients after their reduction",
+    "optim_state": "moments and other tensors of the optimizer",
+    "peak of a step": "the most at one moment of a step: with gathered parameters, gradients on the way, activations",
+    "whole process": "resident memory (RSS) at its peak: with Python, torch and the data",
+    "staging": "buffers for transfers between tiers",
+}
+
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1c2230; --faint: #5b6577; --line: #d5d9e2; --code: #f5f6f9; }
 @media (prefers-color-scheme: dark) { :root {
@@ -28,17 +46,21 @@ svg { width: 100%; height: auto; margin-top: 16px; } a { color: inherit; }
 def page_html(name: str, results: Mapping[str, Any], svg: str, timeline: str | None) -> str:
     """Return the HTML page of the run ``name``. ``svg``: its picture. ``timeline``: address of its timeline page."""
     numbers = {**results["last"], **(results["metrics"] or {}), **{n: results[n] for n in SPEEDS if n in results}}
-    facts = [(what, value if isinstance(value, str) else f"{value:,}") for what, value in results["setup"].items()]
+    facts = [(what, _text(value)) for what, value in [*results["setup"].items(), *results["seen"].items()]]
     facts += [("duration", f"{results['duration_s']:,.1f} s"), ("steps", f"{results['steps']:,}")]
     facts += [(key, f"{value:,.5g}") for key, value in numbers.items()]
     facts += [(key, results[key]) for key in ("checkpoint", "best_checkpoint", "command", "commit") if results[key]]
     facts += [("versions", ", ".join(f"{what} {version}" for what, version in results["versions"].items()))]
-    held = [tuple(_size(value) for value in row.values()) for row in results["bytes"]]
-    waits = [(what, human_seconds(seconds)) for what, seconds in results["wait_s_per_step"].items()]
+    held = [(*map(_size, row.values()), MEANING.get(row["role"], "")) for row in results["bytes"]]
+    means, most = results["wait_s_per_step"], results["most_wait_s_per_step"]
+    waits = [(kind, *map(human_seconds, (mean, most[kind])), MEANING.get(kind, "")) for kind, mean in means.items()]
+    ranks = results["ranks"]
     tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = [
+        ("Configuration", (), [(what, _text(value)) for what, value in results["configuration"].items()]),
         ("The run", (), facts),
-        ("Bytes of rank 0", ("role", "tier", "planned", "measured"), held),
-        ("What compute stood still for in a step", (), waits),
+        ("Bytes", ("role", "tier", "planned", "measured on rank 0", "most of a rank", ""), held),
+        ("What compute waited for in a step", ("", f"mean of {len(ranks)} rank(s)", "most of a rank", ""), waits),
+        _ranks(ranks, results["setup"].get("ranks", len(ranks))),
     ]
     link = f'<p><a href="{escape(timeline)}">What the ranks did in some steps: the timeline</a></p>' if timeline else ""
     return (
@@ -53,6 +75,29 @@ def page_html(name: str, results: Mapping[str, Any], svg: str, timeline: str | N
 
 def human_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+    """Return the table of ranks: of many those that waited most or least, since others wait for the slowest one."""
+    shown, title = sorted(ranks, key=lambda rank: sum(rank["wait_s_per_step"].values())), "Ranks"
+    if len(ranks) > MOST_RANKS:
+        shown, title = shown[: MOST_RANKS // 2] + shown[-MOST_RANKS // 2 :], "Ranks that waited least and most"
+    elif len(ranks) < world_size:
+        title = f"Rank 0 (the others of {world_size} are not known: the run did not end by itself)"
+    rows = [
+        (
+            *(str(rank[key]) for key in ("rank", "host", "device")),
+            *map(_size, (sum(rank["bytes"].values()) or None, rank["peak_device"], rank["peak_process"])),
+            human_seconds(sum(rank["wait_s_per_step"].values())) if rank["wait_s_per_step"] else "-",
+        )
+        for rank in sorted(shown, key=lambda rank: rank["rank"])
+    ]
+    head = ("rank", "host", "device", "at rest", "peak on the device", "peak of the process (RSS)", "waits of a step")
+    return title, head, rows
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:,}"
 
 
 def _size(value: str | int | None) -> str:

@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from lightning_zero.report.figure import can_draw, draw_run
 from lightning_zero.report.page import SPEEDS, page_html
+from lightning_zero.report.record import Series
 
 RESULTS, PICTURE, PAGE = "results.json", "results.png", "report.html"
-Series = dict[str, list[tuple[int, float]]]  # for each metric pairs (step, value)
+PROCESS = "whole process"
 Held = tuple[str, str, int | None, int | None]  # role, tier, bytes planned and measured
 
 
-def logged(folders: Iterable[Path]) -> Series:
-    """Return the metrics that Lightning's CSV logger has written to ``folders``, from all starts of the run."""
-    found: dict[str, dict[int, float]] = {}
-    for path in sorted({f for folder in folders for f in folder.glob("metrics*.csv")}, key=lambda f: f.stat().st_mtime):
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                step = int(row.pop("step"))
-                for name, value in row.items():
-                    if value and name != "epoch":
-                        found.setdefault(name, {})[step] = float(value)
-    return {name: sorted(values.items()) for name, values in found.items()}
+def measured(series: Series, held: Sequence[Held], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the run's last metrics, speeds, bytes and waits.
 
-
-def measured(series: Series, held: Sequence[Held]) -> dict[str, Any]:
-    """Return the run's speeds, bytes and waits. ``held``: bytes measured at its end; empty: take the logged bytes."""
+    Args:
+        held: bytes of rank 0, measured at the end; empty: take those that it logged.
+        ranks: what each rank measured, rank 0 first; after a run that was interrupted rank 0 alone.
+    """
     last = {name: values[-1][1] for name, values in series.items()}
-    speeds = {name: last[f"zero/{name}"] for name in SPEEDS if f"zero/{name}" in last}
+    own, rows = ranks[0], [*held]
     if not held:
-        parts = {tuple(name.split("/")[2:]): value for name, value in last.items() if name.startswith("zero/bytes/")}
-        held = [(role, tier, None, int(nbytes)) for (role, tier), nbytes in parts.items() if nbytes]
-    # Without the first pair: the first steps wait for what is made once.
-    stood = {name: pairs[1:] or pairs for name, pairs in series.items() if name.startswith("zero/wait_s/")}
+        rows = [(*name.split("/"), None, nbytes) for name, nbytes in own["bytes"].items()]
+    rows.append((PROCESS, "host", None, own["peak_process"]))
+
+    def most(role: str, tier: str) -> int | None:
+        peaks = "peak_process" if role == PROCESS else "peak_device" if tier == "device" else ""
+        of_ranks = [rank["bytes"].get(f"{role}/{tier}") or rank.get(peaks) for rank in ranks]
+        return max(filter(None, of_ranks), default=None)
+
+    columns = ("role", "tier", "planned", "measured", "most")
+    kinds = {kind: [rank["wait_s_per_step"].get(kind, 0.0) for rank in ranks] for kind in own["wait_s_per_step"]}
     return {
-        "last": {name: value for name, value in last.items() if not name.startswith("zero/")},
-        **speeds,
-        "bytes": [dict(zip(("role", "tier", "planned", "measured"), row, strict=True)) for row in held],
-        "wait_s_per_step": {name.split("/")[2]: fmean(value for _, value in pairs) for name, pairs in stood.items()},
+        "last": {name: value for name, value in last.items() if not name.startswith(("zero/", "run/"))},
+        **{name: last[f"zero/{name}"] for name in SPEEDS if f"zero/{name}" in last},
+        "bytes": [dict(zip(columns, (*row, most(*row[:2])), strict=True)) for row in rows],
+        "wait_s_per_step": {kind: fmean(seconds) for kind, seconds in kinds.items()},
+        "most_wait_s_per_step": {kind: max(seconds) for kind, seconds in kinds.items()},
+        "ranks": list(ranks),
     }
 
 

@@ -22,31 +22,46 @@ class NotFinite:
         self._rank, self._ranks = engine.comm.rank, engine.comm.world_size
         skips = engine.config.optimizer.skip_nonfinite is not None
         self._skips = skips or engine.passes.precision is Precision.fp16
-        self._coming: list[tuple[int, Tensor, Any]] = []
+        self._coming: list[tuple[int, bool, Tensor, Any]] = []
+        self._found = 0
+        self._norm: float | None = None
         self._said = False
 
     def note(self, number: Tensor, *, is_norm: bool = False) -> None:
         """Note a loss of this rank, or a norm, of the step that is being made."""
         # Norms that overflow are skipped, and with a loss scale the first ones do.
-        if not self._said and number.dim() == 0 and not (is_norm and self._skips):
+        matters = not self._said and not (is_norm and self._skips)
+        if number.dim() == 0 and (matters or is_norm):
             step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
             finding = (_STEPS - step) * (self._ranks + 1) + (0 if is_norm else self._ranks - self._rank)
-            self._coming.append((finding, *self._streams.to_host(number.detach())))
+            self._coming.append((finding * matters, is_norm, *self._streams.to_host(number.detach())))
+
+    def _take(self) -> None:
+        """Look at the numbers that have come."""
+        while self._coming and ((event := self._coming[0][3]) is None or self._streams.accelerator.is_over(event)):
+            finding, is_norm, number, _ = self._coming.pop(0)
+            if is_norm:
+                self._norm = float(number)
+            if not torch.isfinite(number):
+                self._found = self._found or finding
 
     @property
     def found(self) -> int:
         """Return this rank's first finding whose number has come, which says step and rank; 0: none."""
-        while self._coming and ((event := self._coming[0][2]) is None or self._streams.accelerator.is_over(event)):
-            finding, number, _ = self._coming.pop(0)
-            if not torch.isfinite(number):
-                return finding
-        return 0
+        self._take()
+        return self._found
+
+    @property
+    def norm(self) -> float | None:
+        """Return the last norm by which gradients were clipped, of those that have come; None: none has."""
+        self._take()
+        return self._norm
 
     def say(self, finding: int) -> None:
         """Warn of the first ``finding`` of all ranks."""
         if not finding or self._said:
             return
-        self._said = True
+        self._said, self._found = True, 0
         self._coming.clear()
         left, place = divmod(finding, self._ranks + 1)
         what = f"the loss of rank {self._ranks - place}" if place else "the norm of gradients"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
@@ -142,6 +145,15 @@ def test_a_machine_too_small_for_all_rows_is_told(command: Any) -> None:
 def test_mistakes_end_in_a_sentence(command: Any, override: str, message: str) -> None:
     code, _, err = command(*override.split())
     assert code == 2 and message in err and "Traceback" not in err, err
+
+
+def test_a_terminal_shows_at_once_that_a_plan_is_on_its_way(in_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (False, True):
+        stderr = mock.Mock(wraps=io.StringIO(), isatty=lambda shown=is_terminal: shown)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert in_process(plan, "optimizer_states=-1")[0] == 2
+        first, *more = stderr.getvalue().splitlines()
+        assert (first == "importing torch and Lightning ...") is is_terminal and len(more) == is_terminal, first
 
 
 @pytest.mark.full

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from lightning_zero.app import train
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.report import results
+from lightning_zero.report.figure import _by_unit
+from lightning_zero.report.record import Curves, of_rank
 from tests.harness import run_command
 
 BROWSER = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
@@ -22,31 +28,44 @@ RUN = dict.fromkeys(("metrics", "checkpoint", "best_checkpoint", "next", "commit
     "status": "failed: ValueError: <b>",
     "steps": 3,
     "setup": {"stage": "zero3", "ranks": 2, "parameters": 1234},
+    "configuration": {"model": "LitGPT(n_layer=2)", "samples in a step of all ranks": 16},
+    "seen": {"tokens seen": 123456},
     "duration_s": 1.5,
     "command": "python -m lightning_zero.train",
     "versions": {"torch": "2"},
 }
-METRICS = """epoch,step,train_loss,val_loss,zero/bytes/grad/device,zero/mfu,zero/tokens_per_s,zero/wait_s/gather
-,0,,,2048,0.1,100,5.0
-0,0,5.5,,,,,
-,1,,,2048,0.2,200,0.25
-0,1,nan,4.5,,,,
-"""
+ENGINE = SimpleNamespace(comm=SimpleNamespace(
+    rank=0, device=torch.device("cpu"), streams=SimpleNamespace(accelerator=Accelerator(torch.device("cpu")))
+))  # fmt: skip
+LOGGED = [
+    {"step": 0, "zero/bytes/grad/device": 2048, "zero/mfu": 0.1, "zero/tokens_per_s": 100, "zero/wait_s/gather": 5.0},
+    {"step": 0, "train_loss": 5.5, "epoch": 0},
+    {"step": 1, "zero/bytes/grad/device": 2048, "zero/mfu": 0.2, "zero/tokens_per_s": 200, "zero/wait_s/gather": 0.25},
+    {"step": 1, "train_loss": math.nan, "val_loss": 4.5, "epoch": 0},
+]
+
+
+def logged(folder: Path, lines: list[dict[str, float]]) -> Curves:
+    curves = Curves(folder)
+    for line in lines:
+        curves.log_metrics(line, int(line["step"]))
+    return curves
 
 
 def written(folder: Path, **more: Any) -> dict[str, Any]:
     """Write the report of a run with two steps, and return its numbers."""
-    (folder / "metrics.csv").write_text(METRICS)
-    series = results.logged([folder])
-    found = RUN | results.measured(series, ()) | more
-    results.write(folder, found, series, None)
+    series = logged(folder, LOGGED).series
+    ranks = [of_rank(cast(Any, ENGINE), series)]
+    results.write(folder, RUN | results.measured(series, (), ranks) | more, series, None)
     return json.loads((folder / "results.json").read_text())
 
 
 def test_numbers_of_a_run_that_failed_are_those_that_were_logged(tmp_path: Path) -> None:
     found = written(tmp_path)
     assert found["tokens_per_s"] == 200 and found["mfu"] == 0.2 and found["last"]["val_loss"] == 4.5
-    assert found["bytes"] == [{"role": "grad", "tier": "device", "planned": None, "measured": 2048}]
+    grads, process = found["bytes"]
+    assert grads == {"role": "grad", "tier": "device", "planned": None, "measured": 2048, "most": 2048}
+    assert process["role"] == "whole process" and process["measured"] == process["most"] > 10 * 2**20
     assert found["wait_s_per_step"] == {"gather": 0.25}  # without the first steps
     page = (tmp_path / "report.html").read_text()
     assert len(page) < 2_000_000 and "&lt;b&gt;" in page
@@ -54,10 +73,44 @@ def test_numbers_of_a_run_that_failed_are_those_that_were_logged(tmp_path: Path)
     assert "currentColor" in page and "#1c2230" not in page[page.index("<svg") :]  # of both colour schemes
 
 
-def test_metrics_from_before_a_restart_are_drawn_too(tmp_path: Path) -> None:
-    (tmp_path / "metrics-1.csv").write_text("epoch,step,train_loss\n0,0,9.0\n0,1,8.0\n")
-    (tmp_path / "metrics.csv").write_text("epoch,step,train_loss\n0,1,7.0\n0,2,6.0\n")
-    assert results.logged([tmp_path, tmp_path]) == {"train_loss": [(0, 9.0), (1, 7.0), (2, 6.0)]}
+def test_curves_go_on_after_a_restart_and_not_after_another_run(tmp_path: Path) -> None:
+    logged(tmp_path, [{"step": step, "train_loss": 9.0 - step} for step in range(2)])
+    with (tmp_path / "curves.jsonl").open("a") as file:
+        file.write('{"step": 2, "train_l')  # killed here
+    for step, kept in ((1, [(0, 9.0), (1, 8.0), (2, 6.0)]), (0, [(2, 6.0)])):
+        curves = Curves(tmp_path)
+        curves.start_at(step)
+        curves.log_metrics({"train_loss": 6.0}, 2)
+        assert curves.series == Curves(tmp_path).series == {"train_loss": kept}
+
+
+def test_training_and_validation_in_one_unit_share_an_axis() -> None:
+    names = ("train_loss", "val_loss", "train/acc", "val/acc", "train_grad", "epoch_time")
+    left, right = _by_unit({key: [(0, 1.0)] for key in names})
+    assert ({*left}, {*right}) == ({"train_loss", "val_loss"}, {"train/acc", "val/acc"})
+    left, right = _by_unit({key: [(0, 1.0)] for key in ("train_loss", "val_acc")})
+    assert ({*left}, {*right}) == ({"train_loss"}, {"val_acc"})
+
+
+def test_of_many_ranks_those_that_waited_least_and_most_are_shown(tmp_path: Path) -> None:
+    series = logged(tmp_path, LOGGED).series
+    own = of_rank(cast(Any, ENGINE), series)
+    ranks = [own | {"rank": rank, "wait_s_per_step": {"gather": float(rank)}} for rank in range(100)]
+    found = RUN | results.measured(series, (), ranks)
+    results.write(tmp_path, found, series, None)
+    assert found["wait_s_per_step"] == {"gather": 49.5} and found["most_wait_s_per_step"] == {"gather": 99}
+    page = (tmp_path / "report.html").read_text()
+    shown = re.findall(r"<tr><td>(\d+)</td>", page[page.index("Ranks that waited least and most") :])
+    assert [int(rank) for rank in shown] == [*range(16), *range(84, 100)]
+
+
+def test_what_is_not_known_is_not_said_to_be_nothing(tmp_path: Path) -> None:
+    """A run without ZeroMonitor, whose losses are known and whose waits are not."""
+    series = logged(tmp_path, LOGGED[1::2]).series
+    results.write(tmp_path, RUN | results.measured(series, (), [of_rank(cast(Any, ENGINE), series)]), series, None)
+    svg = (tmp_path / "report.html").read_text().partition("<svg")[2]
+    assert "train_loss" in svg and "nothing was logged" not in svg and " 0 ms" not in svg
+    assert svg.count("not measured (callbacks.monitor does)") == 3  # speed, memory, waits
 
 
 def colours(folder: Path, scheme: int) -> tuple[str, list[str]]:
@@ -89,7 +142,7 @@ def test_without_matplotlib_or_logs_there_is_a_page(
     page = (tmp_path / "report.html").read_text()
     assert "<svg" not in page and "2.0 KiB" in page and not (tmp_path / "results.png").exists()
     monkeypatch.undo()
-    results.write(tmp_path, RUN | results.measured({}, ()), {}, None)
+    results.write(tmp_path, RUN | results.measured({}, (), [of_rank(cast(Any, ENGINE), {})]), {}, None)
     page = (tmp_path / "report.html").read_text()
     assert "nothing was logged" in page and "<td>stage</td><td>zero3</td>" in page and "<td>1,234</td>" in page
 

@@ -219,7 +219,17 @@ def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeyp
 SWEEP = "-m seed=1,2 trainer.devices=2 hydra/launcher=basic"
 QUICK = "experiment=tiny data=synthetic trainer.accelerator=cpu"
 WHOLE = "optimizer=adafactor zero.optimizer.state_dtype=bf16"
-ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "optimizer.lr=abc", SWEEP, WHOLE}
+ONE_OF_A_KIND = {
+    "trainer.max_steps= 5",
+    "+machine=h100",
+    "trainer.devices=0",
+    "trainer.max_step=3",
+    "zero.stage=3",
+    "zero/offload=nvme",
+    "optimizer.lr=abc",
+    SWEEP,
+    WHOLE,
+}
 
 
 @pytest.mark.mainly(lambda overrides: overrides in ONE_OF_A_KIND)
@@ -233,12 +243,17 @@ ONE_OF_A_KIND = {"trainer.max_step=3", "zero.stage=3", "zero/offload=nvme", "opt
     ("+trainer.logger=false", ["trainer.logger: expected none, as logger=... sets it, got False. Choose logger=..., "]),
     ("+trainer.default_root_dir=x", ["expected none, as run_dir=... sets it, got 'x'."]),
     ("+model.optimizer=3", ["model.optimizer: expected none, as optimizer=... sets it, got 3."]),
+    ("model.width=", ["To append to your config use +model.width=VALUE.\n"]),
+    # spaces
+    ("trainer.max_steps= 5", ["error: 5: expected key=value without spaces. Write trainer.max_steps=5.\n"]),
+    ("seed=3 trainer.max_steps = 5 tags=[a]", ["without spaces. Write trainer.max_steps=5.\n"]),
     # a group for a setting, and the other way round
     ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
     ("zero.offload=nvm", ["Did you mean zero/offload=nvme? There are zero/offload=auto, "]),
     ("zero=zero2", ["Could not override 'zero'. No match in the defaults list. Did you mean zero/stage=zero2?\n"]),
     ("stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
     ("machine=h100", ["Could not override 'machine'. No match in the defaults list. There are callbacks, "]),
+    ("+machine=h100", ["no group or setting machine. lightning-zero plan and lightning-zero submit have it. Drop +ma"]),
     ("callbacks.best.monitor=x", ["Did you mean callbacks=best callbacks.best.monitor=x? "]),
     ("zero/prefetch_bytes=3", ["Did you mean zero.prefetch_bytes=3?\n"]),
     ("zero.unit.classes=Block", ["list or tuple. Write zero.unit.classes=[Block].\n"]),
@@ -293,6 +308,7 @@ def test_a_mistake_ends_in_a_sentence(command_line: Any, overrides: str, parts: 
     assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
     assert not [word for word in ("Traceback", "Config'", "full_key") if word in said]  # the last two are OmegaConf's
     assert [part for part in parts if part not in said] == []
+    assert not Path("outputs/train").exists()
 
 
 def test_a_setting_with_dashes_is_refused_with_its_form(command_line: Any) -> None:

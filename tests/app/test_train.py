@@ -108,6 +108,15 @@ def test_one_run_folder_holds_logs_as_csv_and_ordinary_checkpoints(finished: Fin
     bits = [float(r["val_bits_per_byte"]) for r in rows if r["val_bits_per_byte"]]
     assert len(bits) == 2  # every ten steps: that of the last one is what is said at the end
     assert bits[-1] == pytest.approx(bits_per_byte(finished[1].stdout), abs=1e-4)
+    assert all(float(r["zero/grad_norm"]) > 0 for r in rows if r["zero/tokens_per_s"])
+    results = json.loads((folder / "results.json").read_text())  # rank 1's numbers too
+    assert [(r["rank"], r["device"][:4]) for r in results["ranks"]] == [(0, "cpu,"), (1, "cpu,")]
+    assert all(r["peak_process"] > 2**27 and r["wait_s_per_step"] and r["bytes"] for r in results["ranks"])
+    batch, step = (
+        results["configuration"][f"samples in a {what}"] for what in ("batch of a rank", "step of all ranks")
+    )
+    assert (batch, step, results["seen"]["samples seen"]) == (4, 8, 20 * 8)
+    assert "2 x" in results["configuration"]["hosts"] and "AdamW(lr=" in results["configuration"]["optimizer"]
     saved = folder / "checkpoints"
     assert sorted(f.name for f in saved.iterdir()) == ["last.ckpt", "step-20.ckpt"]  # names that can be typed
     checkpoint = torch.load(saved / "last.ckpt", weights_only=True)  # no objects of Hydra inside
@@ -220,7 +229,10 @@ def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
     there = {f.name for f in [*tmp_path.iterdir(), *(tmp_path / "cache").glob("*")]}
     assert there - others == {"run", "users_model.py", "words.txt"}
     overfit = ("debug=overfit", "trainer.max_steps=4", "trainer.accelerator=cpu", "trainer.devices=1")
-    alone(tmp_path, "experiment=tiny", *overfit, "data=synthetic", "hydra.run.dir=overfit")
+    more = ("logger=none", "trainer.log_every_n_steps=1", "hydra.run.dir=overfit")
+    alone(tmp_path, "experiment=tiny", *overfit, "data=synthetic", *more)
+    found = json.loads((tmp_path / "overfit" / "results.json").read_text())  # its curves need no logger
+    assert found["last"]["train_loss"] > 0 and found["tokens_per_s"] > 0 and found["wait_s_per_step"] == {}
 
 
 @pytest.mark.full

@@ -40,6 +40,7 @@ class ZeroMonitor(Callback):
         zero/mfu                     these FLOP/s as a share of the device's peak, where that is known too
         zero/bytes/<role>/<tier>     at rest on this rank: compute_param, master_param, grad, optim_state
         zero/bytes_over_plan         sum of these bytes divided by the planned sum; 1.0 as planned
+        zero/grad_norm               of the last clipped step (gradient_clip_val) whose norm has come to the host
         zero/loss                    the mean over all tokens of the last step, with zero.loss=tokens
         zero/peak_bytes/device       the most bytes of GPU memory that tensors have taken
         zero/wait_s_per_step         seconds that compute waited, of which
@@ -117,7 +118,7 @@ class ZeroMonitor(Callback):
     ) -> None:
         if self._recorder is None:
             return
-        counted, samples, tokens = self._end_counting(), *_size(batch)
+        counted, samples, tokens = self._end_counting(), *batch_size(batch)
         sums = self._sums
         sums["batches"] += 1
         sums["samples"] += samples
@@ -125,7 +126,7 @@ class ZeroMonitor(Callback):
         if counted is not None and counted.of_model and samples:
             self._flops_per_sample = counted.of_model / samples
         if (given := getattr(pl_module, "flops_per_batch", None)) is not None:
-            sums["flops"] += float(given) * _batches_at_once(trainer) / trainer.world_size
+            sums["flops"] += float(given) * batches_at_once(trainer) / trainer.world_size
         elif self._flops_per_sample is not None:
             sums["flops"] += self._flops_per_sample * samples
         every = self._every_n_steps or getattr(trainer, "log_every_n_steps", 0)
@@ -190,7 +191,7 @@ class ZeroMonitor(Callback):
         found = {"zero/steps_per_s": done["steps"] / seconds}
         for name in ("tokens", "samples"):
             if done.get(name):
-                found[f"zero/{name}_per_s"] = _batches_at_once(trainer) * done[name] / seconds
+                found[f"zero/{name}_per_s"] = batches_at_once(trainer) * done[name] / seconds
                 break
         if flops := done.get("flops"):
             found["zero/tflops_per_s"] = flops / seconds / 1e12
@@ -212,9 +213,11 @@ class ZeroMonitor(Callback):
     @staticmethod
     def _of_step(trainer: pl.Trainer) -> dict[str, float]:
         engine, tokens = _engine(trainer), step_tokens(trainer.strategy)
-        loss = {} if tokens is None or tokens.loss is None else {"zero/loss": float(tokens.loss)}
+        found = {} if tokens is None or tokens.loss is None else {"zero/loss": float(tokens.loss)}
+        if (norm := trainer.strategy._interruptions.not_finite.norm) is not None:  # type: ignore[attr-defined]
+            found["zero/grad_norm"] = norm
         skips = engine.config.optimizer.skip_nonfinite is not None or engine.passes.precision is Precision.fp16
-        return loss | ({"zero/skipped_steps": float(engine.passes.sharded_grads.overflows)} if skips else {})
+        return found | ({"zero/skipped_steps": float(engine.passes.sharded_grads.overflows)} if skips else {})
 
     @staticmethod
     def _memory(trainer: pl.Trainer) -> dict[str, float]:
@@ -238,7 +241,7 @@ def _engine(trainer: pl.Trainer) -> Engine:
     return trainer.strategy.engine  # type: ignore[attr-defined]
 
 
-def _batches_at_once(trainer: pl.Trainer) -> int:
+def batches_at_once(trainer: pl.Trainer) -> int:
     """Return how many batches all ranks compute at once. Ranks that share a sequence share one batch."""
     batches: int = trainer.strategy.distributed_sampler_kwargs["num_replicas"]  # type: ignore[attr-defined]
     return batches
@@ -254,7 +257,7 @@ def _kinds(engine: Engine) -> set[str]:
     return kinds
 
 
-def _size(batch: Any) -> tuple[int, int]:
+def batch_size(batch: Any) -> tuple[int, int]:
     """Return numbers of samples and tokens in a batch; 0: unknown. Tokens are integers of shape [samples, length]."""
     parts = (batch.get("input_ids"), batch) if isinstance(batch, Mapping) else batch
     first = next((tensor for tensor in find_tensors(parts) if tensor.dim()), None)

@@ -178,6 +178,7 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
 
 # Errors that another try cannot fix. torch raises EINVAL for a truncated file.
 _LASTING = (errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM)
+SAVED = (b"PK", b"\x80")  # beginnings of what torch.save writes: a zip file, or a pickle of earlier days
 _NOT_ALLOWED = "Weights only load failed"
 
 
@@ -192,6 +193,9 @@ def way_out(found: Iterable[str]) -> str:
 def _damaged(path: Any, error: Exception) -> str:
     said = str(error).partition(" In PyTorch 2.6")[0]  # without torch's advice to give weights_only=False
     cause = f"{type(error).__name__}: {said}".rstrip(": .")
+    with contextlib.suppress(OSError, TypeError), open(path, "rb") as file:
+        if not (begin := file.read(8)).startswith(SAVED) and begin:
+            cause = f"torch.save writes no file that begins with {begin!r}"
     return (
         f"ckpt_path (path of fabric.load): expected a whole checkpoint, got {path}, which cannot be read: {cause}. "
         "Give another one."
