@@ -303,6 +303,54 @@ def test_views_follow_weights_over_a_change_of_the_stage(tmp_path: Path) -> None
     assert_as(*runs, "zero3")
 
 
+class ComputesForNothing(Uses):
+    """By hand: the forward after each step gets no backward."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.losses.append(self.loss(batch).item())
+
+
+def copies_saves_and_loads(m: Any) -> Any:
+    return [act(m) for act in (saves, copies, loads, writes_to_a_state_dict)]
+
+
+def copies_and_saves(m: Any) -> Any:
+    return saves(m), copies(m)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "act", "hooks"),
+    [
+        (ComputesForNothing, copies_saves_and_loads, ("on_train_batch_end", "on_validation_start", "on_train_end")),
+        (Uses, copies_and_saves, ("on_before_zero_grad", "on_after_backward")),
+    ],
+    ids=["no backward", "before the backward"],
+)
+def test_weights_are_copied_after_a_forward_that_has_got_no_backward(
+    kind: Any, act: Any, hooks: tuple[str, ...], tmp_path: Path
+) -> None:
+    def gathered(m: Any) -> Any:
+        with lightning_zero.gather(m):
+            return act(m)
+
+    def run(strategy: Any, do: Any, **settings: Any) -> Run:
+        return fit(strategy, tmp_path, seeded(lambda: kind(do, hooks)), count=8, **settings)
+
+    expected = run("ddp", act)
+    for row in ("zero3", "zero3_offload", "zero2", "zero0"):
+        assert_as(run(strategy_of(row, tmp_path), act), expected, row)
+        settings = {"precision": {"fp32_modules": ["average.*"]}}
+        strategies = [strategy_of(row, tmp_path, **settings) for _ in range(2)]
+        assert_as(*(run(s, d, precision="bf16-mixed") for s, d in zip(strategies, (act, gathered), strict=True)), row)
+
+
 class CopiesInSteps(Uses):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)

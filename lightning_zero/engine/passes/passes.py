@@ -533,7 +533,13 @@ class Passes:
                 self.look = None
 
     def _in_pass(self) -> bool:
+        """Return whether a pass is open that users' code cannot leave. Between steps of a run, end one that waits for a
+        backward: if that comes, it opens another pass. Collective."""
         self.forget_failed()
+        waits = self.phase is Phase.FORWARD and self._scope is None and not self.hooks.running
+        # Views of gathered values (which autograd has saved, maybe) must keep their memory.
+        if waits and self.between.in_run and not any(unit.is_held for unit in self.units):
+            self.end()
         return self.key is not None and not self._stepped
 
     def forget_failed(self) -> None:
