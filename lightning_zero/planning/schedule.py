@@ -77,7 +77,7 @@ def _gaps_to_close(history: Sequence[int], nbytes: Sequence[int], budget: int) -
     previous: dict[int, int] = {}
     gaps: list[tuple[int, int, int]] = []
     for place, unit in enumerate(history):
-        if unit in previous:
+        if unit in previous and unit >= 0:  # negative: no gather, but a place to which all ranks come
             gaps.append((place - previous[unit], previous[unit], place))
         previous[unit] = place
     for length, i, j in sorted(gaps):
@@ -93,6 +93,7 @@ class Cursor:
 
     plan: Plan
     position: int = 0
+    taken: int = 0  # number of gathers issued so far, in all rounds of a cyclic plan
     uses_left: dict[int, int] = field(default_factory=dict)  # unit -> remaining uses of its last gather
 
     def up_to(self, unit: int) -> list[int] | None:
@@ -122,6 +123,14 @@ class Cursor:
         """Return all remaining units and advance to the end. Their gathers must run, as other ranks may need them."""
         return [self._take() for _ in range(len(self.plan.entries) - self.position)]
 
+    def up_to_number(self, taken: int) -> list[int]:
+        """Return the units to gather until ``taken`` gathers have been issued, and advance past them."""
+        units: list[int] = []
+        while self.taken < taken:
+            self.position %= len(self.plan.entries)
+            units.append(self._take())
+        return units
+
     def used(self, unit: int) -> bool:
         """Count a use of ``unit`` as finished. Return whether the unit may be dropped."""
         left = self.uses_left.get(unit, 1) - 1
@@ -130,6 +139,6 @@ class Cursor:
 
     def _take(self) -> int:
         entry = self.plan.entries[self.position]
-        self.position += 1
+        self.position, self.taken = self.position + 1, self.taken + 1
         self.uses_left[entry.unit] = entry.uses
         return entry.unit

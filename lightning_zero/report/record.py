@@ -119,7 +119,7 @@ class Record(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine: Engine = trainer.strategy.engine  # type: ignore[attr-defined]
         own = of_rank(engine, self.curves.series)
-        self.ranks = engine.comm.meet(own, "the numbers of all ranks for the report of a run", patient=True)
+        self.ranks = engine.comm.gather_checked(own, "the numbers of all ranks for the report of a run", patient=True)
 
     @property
     def seen(self) -> dict[str, float]:

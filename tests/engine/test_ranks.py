@@ -6,6 +6,7 @@ What one rank refuses all refuse, at once, and everything is as before.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import random
 import time
@@ -26,8 +27,8 @@ from lightning_zero.engine import engine_of, engines
 from lightning_zero.engine.passes import passes
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.settings import ConfigError
-from tests.engine.sides import Sharded, Side, sgd, step_and_clear, with_twin
-from tests.engine.support import assert_same, check, places_posted_often
+from tests.engine.sides import Sharded, Side, Twin, sgd, step_and_clear, with_twin
+from tests.engine.support import assert_equal, assert_same, check, places_posted_often
 from tests.engine.test_offload import late_steps
 from tests.engine.works import accumulate, floats, language_work, loss_at, mean_square, tokens, train, train_both
 from tests.harness import on_ranks
@@ -398,6 +399,60 @@ def test_a_read_on_one_rank_says_that_it_takes_all() -> None:
     else:
         time.sleep(2.5)
     side.engine.comm.waits.close()  # messages were lost: there is no release
+
+
+def _gathered(module: nn.Module) -> dict[str, Tensor]:
+    with lightning_zero.gather(module):
+        return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+WHOLE = {
+    "gather": _gathered,
+    "state_dict": lambda module: copy.deepcopy(module.state_dict()),
+    "deepcopy": lambda module: dict(copy.deepcopy(module).named_parameters()),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("first", [0, 1], ids=["from the first step on", "from the second step on"])
+@pytest.mark.parametrize("how", WHOLE)
+def test_whole_values_inside_a_step_are_right_on_any_path_to_them(how: str, first: int) -> None:
+    """Before, ranks have gathered different units, some of them ahead; afterwards they go on to the others."""
+
+    def work(side: Side, step: int) -> Tensor:
+        model, x = side.module.model, floats(step, 4, WIDTH)
+        before = (0, 1, 2) if dist.get_rank() or not step else ((2,) if step % 2 else (0, 2))
+        if isinstance(side, Twin):
+            return model(model(x, before), (3, 4, 5)).square().mean()
+        side.engine.passes.between.begin_run()
+        expected = _gathered(model)
+        with side.engine.step_scope():
+            x = model(x, before)
+            if step >= first:
+                assert_equal(WHOLE[how](model), expected, f"step {step}")
+            return model(x, (3, 4, 5)).square().mean()
+
+    def trains(side: Side, step: int) -> Tensor:
+        loss = work(side, step)
+        side.backward(loss)
+        return loss
+
+    nbytes = sum(4 * p.numel() for p in Chain(depth=1).blocks[0].parameters())
+    for prefetch_bytes in (0, nbytes, 3 * nbytes):
+        build = lambda: Does(lambda m, *args: m.model(*args), model=Chain(depth=6))  # noqa: E731
+        check(build, trains, steps=4, stall_timeout_s=20, prefetch_bytes=prefetch_bytes)
+
+
+@on_ranks(2)
+def test_ranks_that_leave_the_plan_after_other_numbers_of_gathers_go_on_together() -> None:
+    def path(step: int, rank: int) -> tuple[int, ...]:
+        return ((0, 1, 2) if rank else (2,)) + (5, 4) if step == 2 else (0, 1, 2, 3, 4)
+
+    six = functools.partial(Chain, depth=6)
+    nbytes = sum(4 * p.numel() for p in six().blocks[0].parameters())
+    for prefetch_bytes in (nbytes, 2 * nbytes, 3 * nbytes):
+        settings = {"stall_timeout_s": 20, "prefetch_bytes": prefetch_bytes}
+        check(six, functools.partial(work, path_of=path), steps=4, **settings)
 
 
 @on_ranks(2)

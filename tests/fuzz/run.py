@@ -116,7 +116,6 @@ class Interpreter:
         self._waits = False  # gradients of backwards inside no_sync have not been reduced
         self._settings = program.settings
         self._scopes = 0  # that are open
-        self._is_open = False  # a pass is: no backward has followed the last forward
 
     def run(self) -> Trace:
         try:
@@ -209,7 +208,6 @@ class Interpreter:
         with self.side.scope() if action.scoped or action.penalty else contextlib.nullcontext():
             loss = self._compute(action.part, slope=action.slope, penalty=action.penalty)
         self._note("loss", {"": loss})
-        self._is_open = True
         if not action.dropped:
             self._losses.append(loss)
 
@@ -217,7 +215,7 @@ class Interpreter:
         if not self._losses:
             return
         losses = self._losses if action.separately else [torch.stack(self._losses).sum()]
-        self._losses, self._is_open = [], False
+        self._losses = []
         for loss in losses:
             for again in range(1 + action.twice):
                 last = again == action.twice and loss is losses[-1]
@@ -265,7 +263,7 @@ class Interpreter:
         if teacher is None or self._steps % self.program.every:
             return
         own, others = self._floating(teacher), self._floating(student)
-        is_loaded = how == "load" and not self._scopes and not self._is_open
+        is_loaded = how == "load" and not self._scopes
         if is_loaded:
             teacher.load_state_dict(student.state_dict())
         elif how == "foreach" and own:
@@ -345,7 +343,7 @@ class Interpreter:
 
     @torch.no_grad()
     def _Use(self, action: p.Use) -> None:
-        if self._losses or (self._is_open and action.how in ("load", "copy")):
+        if self._losses:
             return
         if action.how == "load":
             state = copy.deepcopy(self.side.module.state_dict())

@@ -303,21 +303,111 @@ def test_views_follow_weights_over_a_change_of_the_stage(tmp_path: Path) -> None
     assert_as(*runs, "zero3")
 
 
-class CopiesInSteps(Uses):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.noted.append(("step", copies(self)))
-        self.blocks.load_state_dict(copy.deepcopy(self.blocks.state_dict()))
+class ComputesForNothing(Uses):
+    """By hand: the forward after each step gets no backward."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.losses.append(self.loss(batch).item())
+
+
+def copies_saves_and_loads(m: Any) -> Any:
+    return saves(m), numbers(list(copy.deepcopy(m.blocks).parameters())), loads(m)
+
+
+def everything_that_copies(m: Any) -> Any:
+    return copies(m), copies_saves_and_loads(m), writes_to_a_state_dict(m)
+
+
+def copies_and_saves(m: Any) -> Any:
+    return saves(m), copies(m)
 
 
 @on_ranks(2)
-def test_steps_copy_weights_where_these_are_the_masters(tmp_path: Path) -> None:
-    expected, *found = (
-        fit(row if row == "ddp" else strategy_of(row), tmp_path, seeded(lambda: CopiesInSteps(None, ())), count=12)
-        for row in ("ddp", "zero1", "zero0")
-    )
-    for run in found:
-        assert_as(run, expected, "in a step")
+@pytest.mark.parametrize(
+    ("kind", "act", "hooks"),
+    [
+        (ComputesForNothing, everything_that_copies, ("on_train_batch_end", "on_validation_start", "on_train_end")),
+        (Uses, copies_and_saves, ("on_before_zero_grad", "on_after_backward")),
+    ],
+    ids=["no backward", "before the backward"],
+)
+def test_weights_are_copied_after_a_forward_that_has_got_no_backward(
+    kind: Any, act: Any, hooks: tuple[str, ...], tmp_path: Path
+) -> None:
+    def gathered(m: Any) -> Any:
+        with lightning_zero.gather(m):
+            return act(m)
+
+    def run(strategy: Any, do: Any, **settings: Any) -> Run:
+        return fit(strategy, tmp_path, seeded(lambda: kind(do, hooks)), count=8, **settings)
+
+    expected = run("ddp", act)
+    for row in ("zero3", "zero3_offload", "zero2", "zero0"):
+        assert_as(run(strategy_of(row, tmp_path), act), expected, row)
+        settings = {"precision": {"fp32_modules": ["average.*"]}}
+        strategies = [strategy_of(row, tmp_path, **settings) for _ in range(2)]
+        assert_as(*(run(s, d, precision="bf16-mixed") for s, d in zip(strategies, (act, gathered), strict=True)), row)
+
+
+class CopiesInSteps(Uses):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.noted.append(("before a forward", self.act(self)))
+        loss = super().training_step(batch, batch_idx)
+        self.noted.append(("after it", saves(self)))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.noted.append(("validation_step", self.act(self)))
+        super().validation_step(batch, batch_idx)
+
+
+class CopiesByHand(Uses):
+    """Before a step, after it, and after a forward without a backward."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.noted.append(("before", self.act(self)))
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.noted.append(("after", self.act(self)))
+        self.loss(batch)
+        self.noted.append(("in the end", self.act(self)))
+
+
+def keeps_states(m: Any) -> Any:
+    if m.kept is None:
+        m.kept = m.blocks.state_dict(), m.head.state_dict()
+    return numbers(m.kept), [value.clone().norm().item() for value in m.state_dict().values()]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("act", [copies_saves_and_loads, keeps_states], **BY_NAME)
+@pytest.mark.parametrize("kind", [CopiesInSteps, CopiesByHand])
+def test_steps_copy_save_and_load_weights(kind: Any, act: Any, tmp_path: Path) -> None:
+    def gathered(m: Any) -> Any:
+        with lightning_zero.gather(m):
+            return act(m)
+
+    def run(strategy: Any, do: Any, **settings: Any) -> Run:
+        return fit(strategy, tmp_path, seeded(lambda: kind(do, ())), count=8, **settings)
+
+    expected = run("ddp", act)
+    for row in ("zero3", "zero3_offload", "zero2", "zero0"):
+        assert_as(run(strategy_of(row, tmp_path), act), expected, row)
+        if act is not keeps_states:
+            settings = {"precision": {"fp32_modules": ["average.*"]}}
+            runs = [run(strategy_of(row, tmp_path, **settings), do, precision="bf16-mixed") for do in (act, gathered)]
+            assert_as(*runs, row)
 
 
 @torch.no_grad()

@@ -371,6 +371,11 @@ class Fence:
     def is_plain(self) -> bool:
         return all(bucket.is_plain for bucket in self._buckets)
 
+    @property
+    def lacks_masters(self) -> bool:
+        """Return whether, in a pass, not all of a module is there, in as many bits as the masters have."""
+        return any(bucket.reshards or bucket.rounds for bucket in self._buckets)
+
     @contextlib.contextmanager
     def lowered(self, passing_on: str = "") -> Iterator[None]:
         previous = self._lowered, self.passing_on
@@ -402,8 +407,7 @@ class Fence:
         if self._lowered or self.is_plain:
             return
         in_pass = self._in_pass()
-        # In a pass, all of a module is there only where it stays gathered, in as many bits as the masters have.
-        if not converts and self._in_run() and not (in_pass and any(b.reshards or b.rounds for b in self._buckets)):
+        if not converts and self._in_run() and not (in_pass and self.lacks_masters):
             return
         if what == "state_dict()" and not in_pass and all(b.plan.params_are_masters for b in self._buckets):
             return

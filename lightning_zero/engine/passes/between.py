@@ -88,6 +88,10 @@ class Between:
         self.in_run = False
         self.plans_changed()
 
+    @property
+    def runs_here(self) -> bool:
+        return self.in_run and threading.get_ident() == self._thread
+
     def takes_calls(self, device: torch.device) -> bool:
         """Return whether a call of a module outside of steps must see masters: one outside of autocast has inputs of
         their dtype, which a pass does not compute in."""
@@ -127,17 +131,38 @@ class Between:
             self._make_room(unit, beside)
             self._comm.gather_checked(None, f"a use of unit {unit.title} between steps")
             if not self.shown:
-                self._settle()
-                self._writes.take_all_over()
-                self._writes.confirm_if_any()
+                self._take_written()
             self._show(unit)
 
-    def check_room(self, params: Iterable[nn.Parameter], what: str) -> None:
+    def _take_written(self) -> None:
+        self._settle()
+        self._writes.take_all_over()
+        self._writes.confirm_if_any()
+
+    @outside_autograd
+    def show_in_pass(self, params: Iterable[nn.Parameter]) -> None:
+        """Show the masters of ``params`` in the open pass, until :meth:`hide_in_pass`. All ranks must have issued the
+        same gathers. Collective."""
+        self._take_written()
+        self.pass_ends()
+        for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self._buckets_of(params)):
+            self._show(unit)
+
+    @outside_autograd
+    def hide_in_pass(self) -> None:
+        """Copy what users have written to the masters, and show again what the pass shows. Collective."""
+        self.close()
+        self.pass_begins()
+
+    def _buckets_of(self, params: Iterable[nn.Parameter]) -> list[Bucket]:
         wanted = set(map(id, params))
+        return [bucket for bucket in self._unit_of if any(id(info.param) in wanted for info in bucket.params)]
+
+    def check_room(self, params: Iterable[nn.Parameter], what: str) -> None:
         nbytes = sum(
             bucket.layout.numel * bucket.dtypes.master.itemsize
-            for bucket in self._unit_of
-            if bucket.reshards and bucket not in self.memory and any(id(info.param) in wanted for info in bucket.params)
+            for bucket in self._buckets_of(params)
+            if bucket.reshards and bucket not in self.memory
         )
         if not nbytes:
             return
@@ -146,13 +171,13 @@ class Between:
         if on_device:
             accelerator.release_cached()
         own = accelerator.free_nbytes() if on_device else available_host_memory()
-        table = self._comm.gather_checked((machine(), own), f"{what} between steps, which all ranks must call")
+        table = self._comm.gather_checked((machine(), own), f"{what}, which all ranks must call")
         places = [place for place, _ in table]
         for rank, (place, free) in enumerate(table):
             where = f"the device of rank {rank}" if on_device else f"the host of rank {rank}, for each of its ranks"
             if why := reason_not_to_fit(nbytes, free if on_device else free // places.count(place), where):
                 raise RuntimeError(
-                    f"{what} between steps: {why}. Call it on one part of the module after another, or save by "
+                    f"{what}: {why}. Call it on one part of the module after another, or save by "
                     "trainer.save_checkpoint(path) (fabric.save), which gathers no more than a bucket at a time."
                 )
 
@@ -334,7 +359,7 @@ class Between:
         with opened(bucket.storage, changed=True) as master:
             master.copy_(full[low:high])
             bucket.copy_master_to_params()
-        if not bucket.reshards:
+        if not bucket.reshards or bucket.full.allocated:
             bucket.full.data.copy_(full)
         bucket.node_shard.becomes(full)
 

@@ -3,15 +3,17 @@ sync parameters after a step.
 
 docs/architecture.md says how ranks agree on an order in the first pass of a kind and follow it in later ones. While
 they agree, a rank at the end of its pass sends DONE, and takes part in other ranks' gathers until all have sent DONE.
-At the end of an outermost module call it sends CALLED, and does the same until all have sent CALLED or DONE.
+At the end of an outermost module call it sends CALLED, and does the same until all have sent CALLED or DONE. Before
+gathers that are not of the pass (of masters), it sends MEETS, until all have. The plan records that place.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
+from lightning_zero.comm.agreements import ApartError
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.gradients import IssuedReductions
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -21,6 +23,7 @@ from lightning_zero.planning.schedule import Cursor, Plan, compile_plan, may_com
 
 DONE = -1
 CALLED = -2
+MEETS = -3
 
 
 @dataclass(eq=False, repr=False)
@@ -118,6 +121,28 @@ class GatherOrder:
         self._look_ahead()
         unit.unshard_wait()
 
+    @outside_autograd
+    def meet(self, what: str) -> None:
+        """Wait in the open pass, before gathers that are not of it, until all ranks come here for ``what``. All have
+        issued the same gathers then. Collective."""
+        with self.comm.at(what):
+            cursor = None if self._agreeing else self._cursor
+            if self._agreeing:
+                while set(wants := self._exchange(MEETS)) != {MEETS}:
+                    self._serve(wants)
+                    self._drop_idle()
+                self._history.append(MEETS)
+            elif cursor is not None:
+                self._issue_ahead(cursor.up_to(MEETS) or ())
+            places = self.comm.gather_checked(0 if cursor is None else cursor.taken, what)
+            if cursor is not None:  # the plan may not have this place, to which some ranks come sooner than others
+                self._issue_ahead(cursor.up_to_number(max(places)))
+
+    def _issue_ahead(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._issue(index, ahead=True)
+            self._drop_idle()
+
     def end(self) -> None:
         """End the pass: issue the gathers that other ranks still need, and record a new order. Collective."""
         if self._agreeing:
@@ -136,7 +161,7 @@ class GatherOrder:
         """Under ``dynamic``, take part in gathers until all ranks have left their outermost module call. Collective."""
         # Users' own messages may follow the call, so every rank must have its units by then.
         if self.dynamic and self._agreeing:
-            while not {CALLED, DONE}.issuperset(wants := self._exchange(CALLED)):
+            while not {CALLED, DONE, MEETS}.issuperset(wants := self._exchange(CALLED)):
                 self._serve(wants)
                 self._drop_idle()
 
@@ -148,14 +173,23 @@ class GatherOrder:
     # -- agreeing -------------------------------------------------------------------------------------------------
 
     def _exchange(self, want: int) -> list[int]:
-        """Send ``want``: index of the next needed unit, DONE or CALLED. Returns what each rank sent. Collective."""
-        wants, issued = self.comm.exchange(want, self._issued.here)
+        """Send ``want``: index of a unit, DONE, CALLED or MEETS. Returns what each rank sent. Collective."""
+        taken = self._cursor.taken if self._cursor is not None else 0
+        wants, issued, places = self.comm.exchange(want, self._issued.here, taken)
         self._issued.everywhere = min(issued)
         self._one_path &= len(set(wants)) == 1
+        if {MEETS, DONE}.issubset(wants):
+            ranks = [rank for rank, other in enumerate(wants) if other == MEETS]
+            raise ApartError(
+                f"ranks {ranks} alone: state_dict(), a copy or gather() inside a step, while others have come to the "
+                f"end of pass {self._key}. All ranks must make these calls."
+            )
+        if self._cursor is not None:  # ranks have left the plan, maybe some sooner than others
+            self._issue_ahead(self._cursor.up_to_number(max(places)))
         return wants
 
     def _serve(self, wants: Sequence[int], own: Unit | None = None) -> None:
-        wanted = list(dict.fromkeys(want for want in wants if want not in (CALLED, DONE)))
+        wanted = list(dict.fromkeys(want for want in wants if want >= 0))
         for index in wanted:
             self._history.append(index)
             self._issue(index, ahead=own is None or index != own.index)
@@ -173,6 +207,8 @@ class GatherOrder:
     # -- issuing --------------------------------------------------------------------------------------------------
 
     def _issue(self, index: int, *, ahead: bool) -> None:
+        if index == MEETS:
+            return
         unit = self.units[index]
         # Another rank needs a unit again that this rank has not dropped: this rank has to send its slice.
         if unit.state is not State.SHARDED:
@@ -193,6 +229,8 @@ class GatherOrder:
             return
 
         def admit(index: int) -> bool:
+            if index == MEETS:
+                return False
             unit = self.units[index]
             if unit.state is not State.SHARDED or not self._may_come_early(unit):
                 return False
@@ -202,7 +240,7 @@ class GatherOrder:
             return True
 
         self._cursor.ahead(admit)
-        if (following := self._cursor.peek()) is not None and self.prefetch_bytes:
+        if (following := self._cursor.peek()) is not None and following != MEETS and self.prefetch_bytes:
             unit = self.units[following]
             if unit.state is State.SHARDED:
                 self.holds_next = not self._may_come_early(unit)

@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
 
 ENGINE = "_lightning_zero_engine"  # attribute of a sharded module that holds its engine
-_PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods replaced on the instance of guarded modules
-_LIFTED = (*_PATCHES, ENGINE, "compile")  # attributes that a copy of the module must not have
+# methods replaced on the instance of guarded modules
+_PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__", "state_dict", "load_state_dict")
+_LIFTED = (ENGINE, "compile")  # further attributes that a copy of the module must not have
 
 
 class _Running(NamedTuple):
@@ -88,8 +89,8 @@ class Hooks:
         self._handles, self.watched = [], {}
         self.forget_inputs()
         for module in self._touched:
-            for name in _PATCHES:
-                module.__dict__.pop(name, None)
+            for name in _patched(module):
+                del module.__dict__[name]
         for module, (_, before) in self._forwards.items():
             module.__dict__.pop("forward", None)
             module.__dict__.update(before)
@@ -197,24 +198,35 @@ class Hooks:
                 return type(self)._apply(self, convert, *args, **kwargs)
 
         def deepcopy(self: nn.Module, memo: dict[int, object]) -> nn.Module:
-            refuse("copy.deepcopy()")
-            hooks.passes.check_room(self, "copy.deepcopy()")
-            put_back = hooks.lift_off()
-            try:
-                return copy.deepcopy(self, memo)
-            finally:
-                put_back()
+            with hooks.passes.copying(self, "copy.deepcopy()"):
+                refuse("copy.deepcopy()")
+                hooks.passes.check_room(self, "copy.deepcopy()")
+                put_back = hooks.lift_off()
+                try:
+                    return copy.deepcopy(self, memo)
+                finally:
+                    put_back()
 
         def reduce(self: nn.Module, protocol: int) -> object:
-            refuse("pickling (torch.save(module), sending it to a process)")
             if hooks.passes.fence.is_plain:
                 return type(self).__reduce_ex__(self, protocol)
-            return copy.deepcopy(self).__reduce_ex__(protocol)
+            with hooks.passes.copying(self, "pickling"):
+                refuse("pickling (torch.save(module), sending it to a process)")
+                return copy.deepcopy(self).__reduce_ex__(protocol)
+
+        def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+            with hooks.passes.copying(self, "state_dict()"):
+                return type(self).state_dict(self, *args, **kwargs)
+
+        def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+            with hooks.passes.copying(self, "load_state_dict()"):
+                return type(self).load_state_dict(self, *args, **kwargs)
 
         hooks = self
-        methods: tuple[Callable[..., object], ...] = (apply, deepcopy, reduce)
+        methods: tuple[Callable[..., object], ...] = (apply, deepcopy, reduce, state_dict, load_state_dict)
         for name, method in zip(_PATCHES, methods, strict=True):
-            module.__dict__[name] = types.MethodType(method, module)
+            if name not in module.__dict__:  # else the user's own, which calls that of the class
+                module.__dict__[name] = types.MethodType(method, module)
         self._touched.add(module)
 
     def guards(self, module: nn.Module) -> bool:
@@ -240,6 +252,7 @@ class Hooks:
         tables: list[tuple[dict[int, object], list[tuple[int, object]]]] = []
         for module in list(self._touched):
             names = [name for name in _LIFTED if name in module.__dict__ and not (keep_engine and name == ENGINE)]
+            names += _patched(module)
             values = {name: module.__dict__.pop(name) for name in names}
             if module in self._forwards and module.__dict__.get("forward") is self._forwards[module][0]:
                 values["forward"] = module.__dict__.pop("forward")
@@ -372,6 +385,10 @@ class Hooks:
             any(t.requires_grad for t in find_tensors((args, kwargs)))
             or any(info.param.requires_grad for member in inside for info in member.infos)
         )
+
+
+def _patched(module: nn.Module) -> list[str]:
+    return [name for name in _PATCHES if getattr(module.__dict__.get(name), "__module__", "") == __name__]
 
 
 def _changes(fn: Callable[[Tensor], Tensor], dim: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -204,6 +204,13 @@ class Passes:
             self.end()
         return self.key is None and (self._stepped or not self.begin_again())
 
+    def meet(self, what: str) -> None:
+        """Wait for all ranks before ``what``, which gathers masters. Collective."""
+        if self.key is None or self.in_backward:
+            self.comm.gather_checked(None, what)
+        else:
+            self.order.meet(what)
+
     def check_room(self, module: nn.Module, what: str) -> None:
         """Raise RuntimeError on all ranks if ``what``, a call between steps that takes all weights of ``module``, takes
         more memory than is free. Collective at stages that reshard."""
@@ -345,8 +352,16 @@ class Passes:
         if self.key is not None:
             self.after_step.sync_params(self.units[0])
             self.units[0].unshard_wait()
-        elif self.between.memory:
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Bring new masters into views that users' code has kept of parameters, if any. Collective."""
+        if self.between.memory and not self.in_backward:
+            if self.key is not None:
+                self.order.meet("new values of parameters of which views are kept")
             self.between.refresh()
+            if self.key is not None:
+                self.between.close()
 
     def under_way(self) -> str | None:
         """Describe what is under way (a step, a backward, a pass), for error messages. Returns None if nothing is."""
@@ -533,8 +548,30 @@ class Passes:
                 self.look = None
 
     def _in_pass(self) -> bool:
+        """Return whether a pass is open, and shows no masters. Between steps of a run, end one that waits for a
+        backward: if that comes, it opens another pass. Collective."""
         self.forget_failed()
-        return self.key is not None and not self._stepped
+        waits = self.phase is Phase.FORWARD and self._scope is None and not self.hooks.running
+        # Views of gathered values (which autograd has saved, maybe) must keep their memory.
+        if waits and self.between.in_run and not (self.between.shown or any(unit.is_held for unit in self.units)):
+            self.end()
+        return self.key is not None and not self._stepped and not self.between.shown
+
+    @contextlib.contextmanager
+    def copying(self, module: nn.Module, what: str) -> Iterator[None]:
+        """Show masters in ``module`` for the body, ``what``, if a pass of a run is open whose values will go or are
+        rounded. Not in a backward or a call of a unit, where :class:`Fence` refuses. Collective."""
+        fence, runs = self.fence, self.between.runs_here and not (self.in_backward or self.hooks.running)
+        if fence.is_lowered or fence.is_plain or not (runs and fence.lacks_masters and self._in_pass()):
+            yield
+            return
+        self.order.meet(f"{what} inside a step, which all ranks must call")
+        self.between.check_room(module.parameters(), what)
+        try:
+            self.between.show_in_pass(module.parameters())
+            yield
+        finally:
+            self.between.hide_in_pass()
 
     def forget_failed(self) -> None:
         """Abort the open pass if an exception has ended a plain ``loss.backward()``."""

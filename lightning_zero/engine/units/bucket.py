@@ -430,8 +430,8 @@ class Bucket:
     def show(self, gathered: bool) -> None:
         """Point the parameters at gathered values or placeholders, unless `gather()` shows whole masters now."""
         self.shows_values = gathered
-        # Until the `gather()` block ends, what users have written is in the shown tensors only.
-        if self.is_plain:
+        # Until the masters are hidden, what users have written is in the shown tensors only.
+        if self.is_plain or self.shows_masters:
             return
         self._values_are(here=gathered)
         if gathered:

@@ -100,12 +100,11 @@ def show_gathered(
 ) -> Iterator[None]:
     """Show full masters in the buckets of ``params`` inside the ``with``. See ``lightning_zero.gather``. Collective."""
     # A rank in another call must not take a later message of gather() for a message of that call.
-    engine.comm.gather_checked(None, "gather(), which all ranks must enter")
+    engine.passes.meet("gather(), which all ranks must enter")
     engine.passes.between.close()
     with set_aside(engine):
         yield from _shown(engine, params, from_rank, grads)
-    if engine.passes.between.memory:
-        engine.passes.between.refresh()
+    engine.passes.refresh()
 
 
 def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None, grads: bool) -> Iterator[None]:
