@@ -125,7 +125,7 @@ class GatherOrder:
     def meet(self, what: str) -> None:
         """Wait in the open pass, before gathers that are not of it, until all ranks come here for ``what``. All have
         issued the same gathers then. Collective."""
-        with self.comm.at(what):
+        with self.comm.set_place(what):
             cursor = None if self._agreeing else self._cursor
             if self._agreeing:
                 while set(wants := self._exchange(MEETS)) != {MEETS}:
