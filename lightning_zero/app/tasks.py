@@ -222,6 +222,8 @@ def _report(
 def configuration(config: TrainConfig, trainer: Trainer, record: Record) -> dict[str, str | int]:
     """Return in words what a run trains, on which data, and with how large batches, for its file of results."""
     parts = {name: _called(getattr(config, name)) for name in ("model", "data", "optimizer")}
+    if [parts["optimizer"].partition("(")[0]] != record.optimizers:  # the module makes its own
+        parts["optimizer"] = ", ".join(record.optimizers)
     hosts = Counter((rank["host"], rank["device"].partition(", ")[2]) for rank in record.ranks)
     machines = ", ".join(f"{host} ({count} x {device})" for (host, device), count in hosts.items())
     sizes = {name: size for name, size in zip(("samples", "tokens"), record.batch or (), strict=False) if size}

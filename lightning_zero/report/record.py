@@ -80,12 +80,14 @@ class Record(Callback):
     """Records a run for its report, by a logger beside those of the user.
 
     Attributes:
+        optimizers: names of their classes.
         batch: samples and tokens of the first training batch of this rank; 0: unknown.
         ranks: what all ranks measured, gathered once at the end of a fit; empty before.
     """
 
     def __init__(self, folder: str) -> None:
         self.curves = Curves(Path(folder))
+        self.optimizers: list[str] = []
         self.batch: tuple[int, int] | None = None
         self.ranks: list[dict[str, Any]] = []
         self._seen, self._steps, self._lr = dict.fromkeys(SEEN, 0.0), 0, dict[str, float]()
@@ -97,6 +99,7 @@ class Record(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.curves.start_at(trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self.optimizers = [type(optimizer).__name__ for optimizer in trainer.optimizers]
         self._steps, series = trainer.global_step, self.curves.series
         self._seen = {name: series[name][-1][1] if name in series else 0 for name in SEEN}
 

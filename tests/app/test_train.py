@@ -228,6 +228,8 @@ def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
     others = {"cache", "__pycache__", "matplotlib"}
     there = {f.name for f in [*tmp_path.iterdir(), *(tmp_path / "cache").glob("*")]}
     assert there - others == {"run", "users_model.py", "words.txt"}
+    found = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert found["configuration"]["optimizer"] == "SGD" and found["configuration"]["model"] == "Lit()"
     overfit = ("debug=overfit", "trainer.max_steps=4", "trainer.accelerator=cpu", "trainer.devices=1")
     more = ("logger=none", "trainer.log_every_n_steps=1", "hydra.run.dir=overfit")
     alone(tmp_path, "experiment=tiny", *overfit, "data=synthetic", *more)
