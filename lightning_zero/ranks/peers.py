@@ -68,11 +68,14 @@ class RunningTime:
     holds, must not find other ranks late when it goes on.
 
     A thread calls this object every few seconds. A time of more than ``pause_s`` seconds between two calls was a pause.
+
+    Attributes:
+        paused_s: the seconds of all pauses until the last call.
     """
 
     def __init__(self, pause_s: float) -> None:
-        self._pause_s = pause_s
-        self._last = time.monotonic(), 0.0  # the last call, and the seconds of all pauses until then
+        self._pause_s, self.paused_s = pause_s, 0.0
+        self._last = time.monotonic(), 0.0  # the last call, and ``paused_s`` then
 
     def __call__(self) -> float:
         last, pauses = self._last
@@ -80,6 +83,7 @@ class RunningTime:
         if now - last > self._pause_s:
             pauses += now - last
         self._last = now, pauses  # as a whole: other threads call too
+        self.paused_s = pauses
         return now - pauses
 
 

@@ -159,12 +159,12 @@ class Waits:
             time.sleep(GO_ON_S)
 
     def _wait(self, work: Any, label: str, *, patient: bool) -> None:
-        running_s = self._watchdog.running_s if self._watchdog is not None else time.monotonic
-        deadline, ask_s = running_s() + self.stall_timeout_s, ASK_S
+        deadline, ask_s = time.monotonic() + self.stall_timeout_s, ASK_S
+        paused_s = self._watchdog.running_s.paused_s if self._watchdog is not None else 0.0
         said = False
         while True:
             # ``limit`` ends only the wait. The message can be waited for again, because its group has a longer timeout.
-            left = deadline - running_s()
+            left = deadline - time.monotonic()
             asks = left > ask_s + 1 and self._watchdog is not None and self.all_take_part
             limit = ask_s if asks else self.stall_timeout_s if said else max(left, 0.01)
             began = time.monotonic()
@@ -177,8 +177,9 @@ class Waits:
                     ask_s *= 2
                     self._refuse_waiting_for_each_other(label)
                     continue
-                if timed_out and running_s() < deadline:
-                    continue  # this process was paused
+                if timed_out and self._watchdog is not None and (now_s := self._watchdog.paused_s()) > paused_s:
+                    deadline, paused_s = deadline + now_s - paused_s, now_s
+                    continue
                 # A failed message raises its error at each wait, so patience does not help.
                 if not timed_out or not patient or self._watchdog is None:
                     raise

@@ -101,13 +101,13 @@ class Watchdog:
         self._leaving = threading.Event()
         self._store = store
         self._every_s = EVERY_S * max(1.0, self._world_size / RANKS_AT_THIS_PACE)
-        self._running_s = RunningTime(3 * self._every_s)
-        self.peers = Peers(store, self._prefix, self._rank, self._world_size, self._every_s, self._running_s)
+        self.running_s = RunningTime(3 * self._every_s)
+        self.peers = Peers(store, self._prefix, self._rank, self._world_size, self._every_s, self.running_s)
         # Longer than the engine's own errors take, because those say more.
         self._patience_s = 1.2 * self._limit_s + 2 * self.peers.roll_call_s
         self._gone: tuple[str, float] | None = None  # who is gone, and how long this process may stand still for it
-        self._trains = _Standstill(threading.get_ident(), self._running_s)
-        self._heard_s = self._running_s()  # when the store last answered
+        self._trains = _Standstill(threading.get_ident(), self.running_s)
+        self._heard_s = self.running_s()  # when the store last answered
         self._stop = threading.Event()
         targets = {"places": self._run, "judges": self._judge, "leaves": self._leave}
         self._threads = {
@@ -151,7 +151,7 @@ class Watchdog:
                     quick = not self._notices_broken_connections and self._holder_ends()
                     self._note(self.peers.without_store(), STANDSTILL_S if quick else self._patience_s)
                 return
-            self._heard_s = self._running_s()
+            self._heard_s = self.running_s()
             watched = None  # else it would live through the next wait
         if self._watched() is None:
             self.leave()  # garbage instead of closed: other ranks may keep their watchdogs
@@ -169,7 +169,7 @@ class Watchdog:
             watched = self._watched()
             if watched is None and self._gone is None:
                 return
-            if self._running_s() - self._heard_s > self._limit_s and not self.peers.holder_left:
+            if self.running_s() - self._heard_s > self._limit_s and not self.peers.holder_left:
                 self._note(self.peers.without_store(), self._patience_s)
             self._end_if_stuck(watched)
             watched = None  # else it would live through the next wait
@@ -216,9 +216,11 @@ class Watchdog:
         # An exception would end this thread alone, and no exit handler runs while training is inside a backend.
         self._end(EXIT_CODE)
 
-    def running_s(self) -> float:
-        """Return the seconds in which this process has run, from an arbitrary start; see :class:`RunningTime`."""
-        return self._running_s() if self._threads["judges"].is_alive() else time.monotonic()
+    def paused_s(self) -> float:
+        """Return the seconds in which this process was paused since this watchdog was made."""
+        if self._threads["judges"].is_alive():  # else nobody has called, which would count as a pause
+            self.running_s()
+        return self.running_s.paused_s
 
     def places_and_silent(self) -> tuple[list[str], list[int]] | None:
         """Return what every rank is doing, and which ranks do not answer; ``None`` if the store is gone."""
