@@ -489,7 +489,7 @@ def keeps_one(m: Any) -> None:
         (Uses, writes_its_own, r"^head\.weight: written to between steps, with other values on some ranks"),
         (Uses, assigns, r"load_state_dict\(assign=True\) of a sharded module"),
         (Uses, reads_in_a_thread, r"'norm' of first.weight between steps in a thread of its own"),
-        (Uses, saves_without_room, r"copy.deepcopy\(\) between steps: expected room .* bytes, on the host of rank 0"),
+        (Uses, saves_without_room, r"copy.deepcopy\(\): expected room .* bytes, on the host of rank 0"),
         (Uses, converts, r"converting .* of a sharded module"),
         (WritesToAView, keeps_one, r"unit \(root\): a view of a parameter .* was written to in a step"),
     ],

@@ -6,6 +6,7 @@ same code, so all use a parameter at the same place. The first use gathers the m
 
     use of a unit      a meeting, which names a rank that is elsewhere; its masters, in memory of their own
     use of another     the same; units that were used before are hidden if all are above ``zero.prefetch_bytes``
+    a copy in a step   all units of the module are shown until the call returns (a state dict, a load)
     next step, save    written values are compared between ranks and copied to the masters; all units are hidden
     an exception       the same without messages: written values are compared later
 
