@@ -105,12 +105,10 @@ class Processes:
     def _is_led(self) -> bool:
         """Return whether the environment has made the process group, of another number of ranks than the Trainer was
         told: under Ray Train, whose workers all have ``devices="auto"``."""
-        environment = self.cluster_environment
-        return (
-            dist.is_initialized()
-            and environment is not None
-            and environment.world_size() == dist.get_world_size() != self.num_nodes * self.num_processes
-        )
+        environment, own = self.cluster_environment, self.num_nodes * self.num_processes
+        if environment is None or environment.world_size() == own or not dist.is_initialized():
+            return False
+        return environment.world_size() == dist.get_world_size()
 
     @property
     def _n_ranks(self) -> int:

@@ -333,7 +333,7 @@ def copies_and_saves(m: Any) -> Any:
     ("kind", "act", "hooks"),
     [
         (ComputesForNothing, everything_that_copies, ("on_train_batch_end", "on_validation_start", "on_train_end")),
-        (Uses, copies_and_saves, ("on_before_zero_grad", "on_after_backward")),
+        pytest.param(Uses, copies_and_saves, ("on_before_zero_grad", "on_after_backward"), marks=pytest.mark.full),
     ],
     ids=["no backward", "before the backward"],
 )
@@ -392,7 +392,7 @@ def keeps_states(m: Any) -> Any:
 
 @on_ranks(2)
 @pytest.mark.parametrize("act", [copies_saves_and_loads, keeps_states], **BY_NAME)
-@pytest.mark.parametrize("kind", [CopiesInSteps, CopiesByHand])
+@pytest.mark.parametrize("kind", [CopiesInSteps, pytest.param(CopiesByHand, marks=pytest.mark.full)])
 def test_steps_copy_save_and_load_weights(kind: Any, act: Any, tmp_path: Path) -> None:
     def gathered(m: Any) -> Any:
         with lightning_zero.gather(m):

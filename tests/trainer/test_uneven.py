@@ -212,7 +212,15 @@ class Saves(pl.Callback):
 @pytest.mark.parametrize("kind", [Stateful, StatefulListed])
 @pytest.mark.parametrize("counts", [(3, 5), (5, 3)])
 @pytest.mark.parametrize(
-    ("uneven", "at", "limit"), [("join", 4, 1.0), ("join", 5, 1.0), ("join", 2, 4), ("end", 2, 1.0), ("end", 3, 1.0)]
+    ("uneven", "at", "limit"),
+    [
+        ("join", 4, 1.0),
+        ("end", 2, 1.0),
+        *(
+            pytest.param(*values, marks=pytest.mark.full)
+            for values in (("join", 5, 1.0), ("join", 2, 4), ("end", 3, 1.0))
+        ),
+    ],
 )
 def test_each_rank_resumes_at_its_own_place(
     uneven: str, at: int, limit: Any, counts: tuple[int, ...], kind: type[Stateful], tmp_path: Path

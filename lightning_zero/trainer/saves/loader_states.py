@@ -39,9 +39,10 @@ class LoaderStates:
 
     def save(self, strategy: Any, checkpoint: dict[str, Any]) -> None:
         """Put all ranks' states into a checkpoint, where they are not the same. Collective."""
-        if "loops" not in checkpoint:
+        trainer = strategy.lightning_module._trainer
+        if "loops" not in checkpoint or trainer is None:
             return
-        loop, state = strategy.lightning_module.trainer.fit_loop, _fit_loop(checkpoint)
+        loop, state = trainer.fit_loop, _fit_loop(checkpoint)
         own = self._last if loop._data_fetcher is None else uneven.states_to_save(loop)
         if own is not None:
             state[_LIGHTNINGS] = own
