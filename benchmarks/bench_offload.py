@@ -144,8 +144,8 @@ def one_batching(rank: int, world: int, store: str, folder: str, way: str, lengt
         optimizer.zero_grad()
         engine.passes.wait_for_all()
         times.append(time.perf_counter() - started)
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # before the optimizer state is gathered
     engine.release()
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     queue.put({"way": way, "length": length, "step_s": round(min(times[1:]), 2), "peak_mib": round(peak_mib)})
 
 
