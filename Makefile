@@ -60,7 +60,7 @@ train: $(STAMP) ## the main job: a small GPT on real text under ZeRO stage 3
 
 # Many tests wait, for a process that starts or a timeout, so two at a time are faster also on two cores.
 JOBS ?= $(if $(ARGS),0,2)
-CPU_MINUTES ?= 18
+CPU_MINUTES ?= 20
 
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
