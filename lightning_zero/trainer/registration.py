@@ -88,11 +88,14 @@ def _make_strategy(module: str, name: str) -> Any:
 
 
 def _load(theirs: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return the checkpoint for ``load_from_checkpoint``, which gives it to ``theirs``, unless it is a folder."""
-    from lightning_zero.tiers.remote import is_folder
-
-    if not isinstance(path, str | os.PathLike) or not is_folder(path):
+    """Return the checkpoint for ``load_from_checkpoint``: what Lightning loads, or a folder, where Lightning fails."""
+    try:
         return theirs(path, map_location=map_location, weights_only=weights_only)
+    except OSError:
+        from lightning_zero.tiers.remote import is_folder
+
+        if not isinstance(path, str | os.PathLike) or not is_folder(path):
+            raise
     from lightning_zero.trainer.saves.sharded_checkpoints import read_module
 
     return read_module(path, map_location, weights_only)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from lightning.fabric import Fabric
@@ -18,6 +19,7 @@ import lightning_zero
 from lightning_zero import ZeroFabricStrategy, ZeroStrategy
 from lightning_zero.presets import PRESETS
 from lightning_zero.settings import ConfigError, make_config
+from lightning_zero.trainer import registration
 from tests.harness import run_command
 
 MISSING = "import sys; sys.modules['lightning'] = None\n"
@@ -186,3 +188,10 @@ def test_trainer_of_the_other_package_is_refused(tmp_path: Path) -> None:
 def test_package_that_asks_decides_where_both_are_imported(tmp_path: Path) -> None:
     """As ray imports the one, and a package of the user's trains with the other."""
     assert python(f"import lightning.pytorch\n{FIT}", tmp_path)[-1] == "as under DDP"
+
+
+def test_a_checkpoint_that_lightning_loads_is_not_looked_at(tmp_path: Path) -> None:
+    with mock.patch("lightning_zero.tiers.remote.is_folder", side_effect=AssertionError):
+        assert registration._load(lambda path, **_: path, "s3://bucket/a.ckpt") == "s3://bucket/a.ckpt"
+    with pytest.raises(FileNotFoundError, match="theirs"):
+        registration._load(mock.Mock(side_effect=FileNotFoundError("theirs")), tmp_path / "a.ckpt")
