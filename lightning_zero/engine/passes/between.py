@@ -169,7 +169,7 @@ class Between:
             return
         accelerator = self._comm.streams.accelerator
         on_device = self._comm.device.type != "cpu"
-        if on_device:
+        if on_device and accelerator.free_nbytes() < 2 * nbytes:  # else it fits without what the allocator keeps
             accelerator.release_cached()
         own = accelerator.free_nbytes() if on_device else available_host_memory()
         table = self._comm.gather_checked((machine(), own), f"{what}, which all ranks must call")
