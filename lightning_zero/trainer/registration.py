@@ -88,10 +88,11 @@ def _make_strategy(module: str, name: str) -> Any:
 
 
 def _load(theirs: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return the checkpoint for ``load_from_checkpoint``: what Lightning loads, or a folder, where Lightning fails."""
+    """Return the checkpoint for ``load_from_checkpoint``: what Lightning loads, or a folder, where Lightning fails. On
+    a local disk Lightning fails with an OSError; in an object store a folder may read as an empty file."""
     try:
         return theirs(path, map_location=map_location, weights_only=weights_only)
-    except OSError:
+    except Exception:
         from lightning_zero.tiers.remote import is_folder
 
         if not isinstance(path, str | os.PathLike) or not is_folder(path):

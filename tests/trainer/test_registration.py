@@ -195,3 +195,9 @@ def test_a_checkpoint_that_lightning_loads_is_not_looked_at(tmp_path: Path) -> N
         assert registration._load(lambda path, **_: path, "s3://bucket/a.ckpt") == "s3://bucket/a.ckpt"
     with pytest.raises(FileNotFoundError, match="theirs"):
         registration._load(mock.Mock(side_effect=FileNotFoundError("theirs")), tmp_path / "a.ckpt")
+
+
+def test_a_folder_that_reads_as_an_empty_file_loads(tmp_path: Path) -> None:
+    """As object stores give a folder that has a marker of its own."""
+    with mock.patch("lightning_zero.trainer.saves.sharded_checkpoints.read_module", return_value="module"):
+        assert registration._load(mock.Mock(side_effect=EOFError), tmp_path) == "module"
