@@ -34,18 +34,18 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 42_570,
-    "lines of the engine": 11_735,
+    "lines of the package": 42_590,
+    "lines of the engine": 11_755,
     "files of the engine": 42,
     "lines of the longest file": 690,
-    "lines of tests": 43_700,
+    "lines of tests": 43_760,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 59,
     "private names of Lightning": 11,
     "keys of zero": 41,
     "public members of the strategy": 12,
     "public members of Engine": 17,
-    "words of README and docs": 30_050,
+    "words of README and docs": 30_070,
     "calls of a step": 1_590,
     "files of a step": 30,
     "changes of file in a step": 840,

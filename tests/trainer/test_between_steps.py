@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -292,6 +293,34 @@ def restages(m: Any) -> Any:
     elif stage is not None and hasattr(m.trainer.strategy, "restage"):
         m.trainer.strategy.restage(stage=stage)
     return numbers(m.kept), reads(m)
+
+
+def saves_with_room_on_the_host_alone(m: Any) -> Any:
+    """Make two state dicts, the first on the host, for which no more than a unit and the root are gathered."""
+    if not isinstance(m.trainer.strategy, lightning_zero.ZeroStrategy):
+        return [numbers(m.state_dict())] * 2
+    used = m.trainer.strategy.engine.passes.between
+    comm, shown = mock.Mock(wraps=used._comm, device=mock.Mock(type="cuda"), streams=mock.Mock()), []
+    comm.streams.accelerator.free_nbytes.return_value = 1000
+
+    def show(unit: Any) -> None:
+        type(used)._show(used, unit)
+        shown.append(sum(memory.full.nbytes for memory in used.memory.values()))
+
+    with mock.patch.multiple(used, _comm=comm, _show=show):
+        state = m.state_dict()
+        assert max(shown) <= 2 * shown[0]  # the root and one unit
+    return [numbers(state), numbers(m.state_dict())]
+
+
+@on_ranks(2)
+def test_a_state_dict_for_which_devices_have_no_room_is_made_on_the_host(tmp_path: Path) -> None:
+    act, hooks = saves_with_room_on_the_host_alone, ("on_train_batch_end", "on_validation_epoch_end")
+    runs = [
+        fit(strategy, tmp_path, seeded(lambda: Uses(act, hooks)), count=8)
+        for strategy in (strategy_of("zero3", prefetch_bytes=0), "ddp")
+    ]
+    assert_as(*runs, "zero3")
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ same code, so all use a parameter at the same place. The first use gathers the m
 
     use of a unit      a meeting, which names a rank that is elsewhere; its masters, in memory of their own
     use of another     the same; units that were used before are hidden if all are above ``zero.prefetch_bytes``
+    a state dict       a use of all units; its tensors are copied to the host if only the host has room for all
     a copy in a step   all units of the module are shown until the call returns (a state dict, a load)
     next step, save    written values are compared between ranks and copied to the masters; all units are hidden
     an exception       the same without messages: written values are compared later
@@ -159,28 +160,38 @@ class Between:
         wanted = set(map(id, params))
         return [bucket for bucket in self._unit_of if any(id(info.param) in wanted for info in bucket.params)]
 
-    def check_room(self, params: Iterable[nn.Parameter], what: str) -> None:
+    def check_room(self, params: Iterable[nn.Parameter], what: str, *, or_on_host: bool = False) -> bool:
+        """Raise RuntimeError on all ranks if the masters of ``params`` do not fit into free memory. Return whether they
+        fit on the hosts alone, which only ``or_on_host`` allows. Collective."""
         nbytes = sum(
             bucket.layout.numel * bucket.dtypes.master.itemsize
             for bucket in self._buckets_of(params)
             if bucket.reshards and bucket not in self.memory
         )
         if not nbytes:
-            return
-        accelerator = self._comm.streams.accelerator
-        on_device = self._comm.device.type != "cpu"
+            return False
+        accelerator, on_device = self._comm.streams.accelerator, self._comm.device.type != "cpu"
         if on_device and accelerator.free_nbytes() < 2 * nbytes:  # else it fits without what the allocator keeps
             accelerator.release_cached()
-        own = accelerator.free_nbytes() if on_device else available_host_memory()
-        table = self._comm.gather_checked((machine(), own), f"{what}, which all ranks must call")
-        places = [place for place, _ in table]
-        for rank, (place, free) in enumerate(table):
-            where = f"the device of rank {rank}" if on_device else f"the host of rank {rank}, for each of its ranks"
-            if why := reason_not_to_fit(nbytes, free if on_device else free // places.count(place), where):
-                raise RuntimeError(
-                    f"{what}: {why}. Call it on one part of the module after another, or save by "
-                    "trainer.save_checkpoint(path) (fabric.save), which gathers no more than a bucket at a time."
-                )
+        own = machine(), available_host_memory(), accelerator.free_nbytes()
+        table = self._comm.gather_checked(own, f"{what}, which all ranks must call")
+        places = [place for place, *_ in table]
+        hosts = [
+            reason_not_to_fit(nbytes, free // places.count(place), f"the host of rank {rank}, for each of its ranks")
+            for rank, (place, free, _) in enumerate(table)
+        ]
+        devices = [
+            reason_not_to_fit(nbytes, free, f"the device of rank {rank}") for rank, (*_, free) in enumerate(table)
+        ]
+        why = next(filter(None, devices if on_device else hosts), None)
+        if why and on_device and or_on_host and not any(hosts):
+            return True
+        if why:
+            raise RuntimeError(
+                f"{what}: {why}. Call it on one part of the module after another, or save by "
+                "trainer.save_checkpoint(path) (fabric.save), which gathers no more than a bucket at a time."
+            )
+        return False
 
     def _show(self, unit: Unit) -> None:
         self.shown.append(unit)

@@ -64,6 +64,7 @@ class Hooks:
         self._call = 0
         self._depth = 0  # of nested calls of modules that hold units
         self.idle = False  # parameters are whole, and gradients belong to the user
+        self.saves_to_host = False  # the state dict that is being made is larger than the free memory of devices
         self._leaf_handles: list[RemovableHandle] = []  # this pass's hooks on leaves, which outlive their graph
         self._running: list[_Running] = []
         self._touched: WeakSet[nn.Module] = WeakSet()
@@ -178,9 +179,15 @@ class Hooks:
         def before_save(module: nn.Module, prefix: str, _: bool) -> None:
             refuse("state_dict()")
             if not prefix:
-                hooks.passes.check_room(module, "state_dict()")
+                hooks.saves_to_host = hooks.passes.check_room(module, "state_dict()", or_on_host=True)
+
+        def after_save(_: nn.Module, state: dict[str, object], prefix: str, __: object) -> None:
+            for key in [key for key in state if hooks.saves_to_host and key.startswith(prefix)]:
+                if type(value := state[key]) is Tensor and value.device == hooks.passes.comm.device:
+                    state[key] = value.to("cpu", copy=True)  # children come first: no more than one unit is held
 
         self._handles.append(module.register_state_dict_pre_hook(before_save))
+        self._handles.append(module.register_state_dict_post_hook(after_save))
         self._handles.append(module.register_load_state_dict_pre_hook(before_load))
         if any(map(is_packed, module.parameters(recurse=False))):
             self._handles.append(module.register_load_state_dict_pre_hook(load_beside))

@@ -211,11 +211,10 @@ class Passes:
         else:
             self.order.meet(what)
 
-    def check_room(self, module: nn.Module, what: str) -> None:
-        """Raise RuntimeError on all ranks if ``what``, a call between steps that takes all weights of ``module``, takes
-        more memory than is free. Collective at stages that reshard."""
-        if self.key is None and self.between.in_run and not (self.fence.is_lowered or self.fence.is_plain):
-            self.between.check_room(module.parameters(), what)
+    def check_room(self, module: nn.Module, what: str, *, or_on_host: bool = False) -> bool:
+        """Do as :meth:`Between.check_room` for ``what``, a call between steps that takes all weights of ``module``."""
+        between_steps = self.key is None and self.between.in_run and not (self.fence.is_lowered or self.fence.is_plain)
+        return between_steps and self.between.check_room(module.parameters(), what, or_on_host=or_on_host)
 
     def _computes(self, computes: bool = True) -> None:
         """Show users' code compute parameters, or have it ask for what it uses."""
