@@ -206,6 +206,19 @@ def test_without_machine_the_one_at_hand_is_planned_for(planned: Any) -> None:
     assert document["machine"]["nvme"] == 0
 
 
+@pytest.mark.mainly(lambda name: name == "llama_70b")
+@pytest.mark.parametrize(("name", "billions", "fits"), [
+    ("gpt_1b", 1.2, "zero0"), ("llama_7b", 6.7, "zero1"), ("llama_70b", 69.0, "zero3"),
+])  # fmt: skip
+def test_experiments_of_real_size_are_planned_on_any_machine(
+    planned: Any, name: str, billions: float, fits: str
+) -> None:
+    nodes = ("machine=h100", "machine.gpus=32", "machine.host_memory=2TB", "machine.nvme=8TB")
+    document = planned(PLAIN, f"experiment={name}", *nodes)
+    assert round(document["model"]["parameters"] / 1e9, 1) == billions
+    assert document["first_that_fits"]["stage"] == fits
+
+
 @pytest.mark.full
 def test_seventy_billion_parameters_take_seconds_and_no_memory(tmp_path: Path) -> None:
     code = (

@@ -264,7 +264,7 @@ ONE_OF_A_KIND = {
     # in a group or its file
     ("zero/stge=zero3", ["Could not override 'zero/stge'. Did you mean zero/stage=zero3?\n"]),
     ("zero/stage=zero4", ["Did you mean zero/stage=zero3? There are zero/stage=auto, zero/stage=zero0, "]),
-    ("experiment=huge", ["experiment/huge", "There are experiment=gpt_25m, experiment=tiny.\n"]),
+    ("experiment=huge", ["experiment/huge", "There are experiment=gpt_1b, experiment=gpt_25m, experiment=llama_70b, "]),
     ("zero/stage=zero1,zero2", ["Ambiguous value for argument", "--multirun"]),
     # what Hydra takes for a number or nothing
     ("zero/precision=16", ["Did you mean zero/precision=fp16?\n"]),
