@@ -34,8 +34,8 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 42_590,
-    "lines of the engine": 11_755,
+    "lines of the package": 42_595,
+    "lines of the engine": 11_760,
     "files of the engine": 42,
     "lines of the longest file": 690,
     "lines of tests": 43_760,
@@ -45,7 +45,7 @@ BUDGETS = {
     "keys of zero": 41,
     "public members of the strategy": 12,
     "public members of Engine": 17,
-    "words of README and docs": 30_070,
+    "words of README and docs": 30_090,
     "calls of a step": 1_590,
     "files of a step": 30,
     "changes of file in a step": 840,

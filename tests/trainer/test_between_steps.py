@@ -296,9 +296,9 @@ def restages(m: Any) -> Any:
 
 
 def saves_with_room_on_the_host_alone(m: Any) -> Any:
-    """Make two state dicts, the first on the host, for which no more than a unit and the root are gathered."""
+    """Make two state dicts, of which the first is copied to the host while a unit and the root at most are gathered."""
     if not isinstance(m.trainer.strategy, lightning_zero.ZeroStrategy):
-        return [numbers(m.state_dict())] * 2
+        return [numbers(list(m.state_dict().values()))] * 2
     used = m.trainer.strategy.engine.passes.between
     comm, shown = mock.Mock(wraps=used._comm, device=mock.Mock(type="cuda"), streams=mock.Mock()), []
     comm.streams.accelerator.free_nbytes.return_value = 1000
@@ -307,10 +307,16 @@ def saves_with_room_on_the_host_alone(m: Any) -> Any:
         type(used)._show(used, unit)
         shown.append(sum(memory.full.nbytes for memory in used.memory.values()))
 
-    with mock.patch.multiple(used, _comm=comm, _show=show):
+    says = pytest.warns(UserWarning, match="Its tensors are copies on the host: writes to them do not change")
+    with mock.patch.multiple(used, _comm=comm, _show=show), says if used._comm.rank == 0 else contextlib.nullcontext():
         state = m.state_dict()
         assert max(shown) <= 2 * shown[0]  # the root and one unit
-    return [numbers(state), numbers(m.state_dict())]
+    values = numbers(list(state.values()))
+    state["head.weight"].zero_()  # changes no parameter
+    whole = m.state_dict(prefix="a.")
+    weight = whole["a.head.weight"]
+    assert weight.untyped_storage().nbytes() > weight.nbytes, "a copy"
+    return [values, numbers(list(whole.values()))]
 
 
 @on_ranks(2)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -185,6 +186,12 @@ class Between:
         ]
         why = next(filter(None, devices if on_device else hosts), None)
         if why and on_device and or_on_host and not any(hosts):
+            if self._comm.rank == 0:
+                warnings.warn(
+                    f"{what}: {why}. Its tensors are copies on the host: writes to them do not change parameters, and "
+                    "they do not follow later steps.",
+                    stacklevel=2,
+                )
             return True
         if why:
             raise RuntimeError(

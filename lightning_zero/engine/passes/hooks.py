@@ -64,7 +64,7 @@ class Hooks:
         self._call = 0
         self._depth = 0  # of nested calls of modules that hold units
         self.idle = False  # parameters are whole, and gradients belong to the user
-        self.saves_to_host = False  # the state dict that is being made is larger than the free memory of devices
+        self.saves_to_host = False  # devices lack room for the state dict that is being made
         self._leaf_handles: list[RemovableHandle] = []  # this pass's hooks on leaves, which outlive their graph
         self._running: list[_Running] = []
         self._touched: WeakSet[nn.Module] = WeakSet()
@@ -185,6 +185,7 @@ class Hooks:
             for key in [key for key in state if hooks.saves_to_host and key.startswith(prefix)]:
                 if type(value := state[key]) is Tensor and value.device == hooks.passes.comm.device:
                     state[key] = value.to("cpu", copy=True)  # children come first: no more than one unit is held
+            hooks.saves_to_host &= bool(prefix)  # the outermost module comes last
 
         self._handles.append(module.register_state_dict_pre_hook(before_save))
         self._handles.append(module.register_state_dict_post_hook(after_save))
