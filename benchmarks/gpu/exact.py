@@ -96,7 +96,7 @@ def new_memory_is_nan() -> Iterator[None]:
     prepare, transfers = Bucket.prepare_gather, Bucket._transfers
 
     def prepare_nan(bucket: Bucket, **options: Any) -> Any:
-        if bucket.reshards:
+        if bucket.plan.reshards:
             bucket.full.allocate()
             bucket.full.data.fill_(float("nan"))
         return prepare(bucket, **options)

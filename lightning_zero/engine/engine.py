@@ -47,7 +47,7 @@ from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.units.after_step import AfterStep
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.bucket import Bucket, Shown
 from lightning_zero.engine.units.build import build_units
 from lightning_zero.engine.units.describe import agree_on_model, agree_on_sources
 from lightning_zero.engine.units.master_storage import Tiers
@@ -124,7 +124,7 @@ class Engine:
         if long_work is None:
             long_work = LongWork(first)
         precision = config.precision.name or Precision.fp32
-        share = self._shard(module, group, device, node, sources, has_values, precision, long_work)
+        share = self._shard(module, group, device, node, sources or {}, has_values, precision, long_work)
         self.optimizers: list[Stepper] = []
         issued = IssuedReductions()
         after_step = AfterStep(self.units, self.comm.streams, share.cpus)
@@ -164,7 +164,7 @@ class Engine:
         group: dist.ProcessGroup | None,
         device: torch.device,
         node: str,
-        sources: Mapping[str, Tensor] | None,
+        sources: Mapping[str, Tensor],
         has_values: bool,
         precision: Precision,
         long_work: LongWork,
@@ -180,8 +180,8 @@ class Engine:
             if config.init_from is not None and device.type != "meta":
                 warn = group is None or dist.get_rank(group) == 0
                 find = partial(sources_from, config.init_from, module, warn=warn, only_meta=has_values)
-                sources = {**together(group, waits, "finding first values", find), **(sources or {})}
-            agree_on_sources(sources or {}, group, waits)
+                sources = {**together(group, waits, "finding first values", find), **sources}
+            agree_on_sources(sources, group, waits)
             topology = capacity.find_topology(groups, config, group, device, node, waits)
             self.comm = Communicator(group, device, topology=topology, waits=waits, long_work=long_work)
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
@@ -245,7 +245,7 @@ class Engine:
         self._release_optimizers(released, self.comm.device)
         for bucket in self.buckets:
             full = bucket.full_master()
-            bucket.show_plain(bucket.part_of(full, info) for info in bucket.params)
+            bucket.show_whole(Shown.PLAIN, (bucket.part_of(full, info) for info in bucket.params))
             for info in bucket.params:
                 # Copy: a view would keep the whole bucket in memory, and torch.save would write all of it.
                 info.param.data = info.param.data.to(info.dtype, copy=True)

@@ -96,7 +96,7 @@ class WholeOptimizer(Stepper):
 
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
         for bucket, groups in self.groups().items():
-            if not bucket.trainable and any((bucket, slot) in states for slot in groups):
+            if not bucket.plan.trainable and any((bucket, slot) in states for slot in groups):
                 bucket.make_trainable()
         self.owned.clear()
         self._arranged = []
@@ -252,7 +252,7 @@ class WholeOptimizer(Stepper):
             WholeTensor(place.bucket, place.info, -1, group, number)
             for group, places in enumerate(self.places())
             for number, place in enumerate(places)
-            if place.bucket.trainable
+            if place.bucket.plan.trainable
         ]
         wanted.sort(key=lambda t: (self._numbers[t.bucket], t.info.slot))
         arranged = [(self._numbers[t.bucket], t.info.slot, t.group) for t in wanted]

@@ -167,19 +167,23 @@ class BucketPlan:
     def one_dtype(self) -> bool:
         return self.itemsizes.compute == self.itemsizes.master
 
-    @property
+    @cached_property
     def shards_master(self) -> bool:
         """Return whether a rank steps only its shard, so that gradients are reduce-scattered."""
         return self.row.master is Placement.sharded
 
-    @property
+    @cached_property
     def accumulates_locally(self) -> bool:
         """Return whether a rank adds up the gradients of all micro-batches of a step before they are reduced."""
         return self.row.grad is Placement.replicated
 
-    @property
+    @cached_property
     def steps_on_host(self) -> bool:
         return self.tiers.steps_on_host
+
+    @cached_property
+    def gathers_from_host(self) -> bool:
+        return self.tiers.gathers_from_host
 
     @property
     def grads_on_host(self) -> bool:

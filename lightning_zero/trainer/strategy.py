@@ -607,7 +607,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     def _show_whole(self, engine: Engine) -> None:
         if self._left:
             return
-        alone = engine.comm.world_size == 1 and not engine.passes.after_step.has_failed
+        alone = engine.comm.world_size == 1 and engine.passes.after_step.failed is None
         if alone or not Ended.failed:
             whole_params.show_whole(engine)
         else:

@@ -60,7 +60,7 @@ def _where(unit: Unit) -> str:
 
 def large_unit(engine: Engine) -> str | None:
     """Return a warning if stage 3 gathers most of the model at once, because one unit holds it; else None."""
-    sizes = {unit: sum(b.full.nbytes for b in unit.buckets if b.reshards) for unit in engine.units}
+    sizes = {unit: sum(b.full.nbytes for b in unit.buckets if b.plan.reshards) for unit in engine.units}
     total, largest = sum(sizes.values()), max(sizes, key=lambda unit: sizes[unit])
     if 2 * sizes[largest] <= total or total == 0:
         return None

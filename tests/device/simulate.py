@@ -236,7 +236,7 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
     found = Found(
         construction=counted(),
         at_first=machine.held,
-        shard_nbytes=sum(bucket.owned_numel * bucket.dtypes.grad.itemsize for bucket in engine.buckets),
+        shard_nbytes=sum(bucket.plan.owned_numel * bucket.dtypes.grad.itemsize for bucket in engine.buckets),
         unit_nbytes=max(sum(bucket.full.nbytes for bucket in unit.buckets) for unit in engine.units),
         planned_nbytes=max(on_tier(held, Tier.device) for held in peaks.values()),
     )

@@ -121,7 +121,7 @@ def serve_what_is_on_its_way(self: Unit) -> None:
 
 
 def own_params_at_once(self: Bucket) -> Tensor:
-    own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
+    own = torch.empty(self.plan.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
     with self._transfers(into_free_memory=False):
         self.param_store.read(own)
     return own

@@ -24,12 +24,12 @@ def live_bytes(engine: Engine) -> Bytes:
     """
     held = held_bytes(engine)
     for bucket in engine.buckets:
-        if bucket.reshards and bucket.full.allocated:
+        if bucket.plan.reshards and bucket.full.allocated:
             held[Role.gathered, Tier.device] += bucket.full.nbytes
         if (kept := bucket.node_shard.values) is not None:
             held[Role.gathered, Tier.device] += kept.nbytes
         grads = engine.passes.reducer.grads[bucket]
-        if grads.local is not None and not bucket.accumulates:
+        if grads.local is not None and not bucket.plan.accumulates_locally:
             nbytes = grads.local.untyped_storage().nbytes()
             held[Role.grad, Tier.device] -= nbytes
             held[Role.reducing, Tier.device] += nbytes

@@ -16,7 +16,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Reduction
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units import build
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.bucket import Bucket, Shown
 from lightning_zero.engine.units.param_store import FlatBuffer, references
 from lightning_zero.trainer.summary import large_unit
 from tests.engine.sides import Sharded, beside_twin
@@ -42,7 +42,7 @@ def test_sharding_a_module_needs_one_unit_beside_what_rests(precision: str) -> N
 
     with mock.patch.object(build, "_fill", filled), Sharded(Model(depth=5), precision=precision) as side:
         assert len(made) == len(side.engine.buckets) >= 6
-        assert not any(b.full.allocated for b in made if b.reshards)
+        assert not any(b.full.allocated for b in made if b.plan.reshards)
 
 
 NEVER_DONE = mock.patch.object(Reduction, "done", lambda self: False)
@@ -186,10 +186,8 @@ def test_reading_all_weights_between_steps_takes_one_unit_or_what_may_be_fetched
             for average, param in zip(averages, side.module.parameters(), strict=True):
                 average.lerp_(param.detach(), 0.1)
                 for bucket in side.engine.passes.between.memory:
-                    while (
-                        references(side.engine.passes.between.memory[bucket].full)
-                        > 1 + len(bucket.params) * bucket.shows_masters
-                    ):
+                    own = 1 + len(bucket.params) * (bucket.shown is Shown.MASTERS)
+                    while references(side.engine.passes.between.memory[bucket].full) > own:
                         time.sleep(0.001)  # a thread of gloo lets go of what it has gathered
         assert max(units) <= max(live) <= max(*units, room), (live, units)
         assert before == [b.full.allocated for b in side.engine.buckets]

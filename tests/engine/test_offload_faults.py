@@ -61,7 +61,7 @@ def assert_at_rest(engine: Engine) -> None:
     for bucket in engine.buckets:
         if isinstance(bucket.param_store, FileShard):
             assert bucket.param_store._staged is None
-        if bucket.reshards:
+        if bucket.plan.reshards:
             assert bucket.full.data.untyped_storage().nbytes() == 0
 
 

@@ -240,7 +240,7 @@ def test_the_plan_is_the_bytes_that_are_held(stage: int, row: str, tmp_path: Pat
         check_held(engine)
         assert state_tensors(engine) == 2
         if row == "none":
-            numel = sum(b.plan.state_numel(engine.comm.rank) for b in engine.buckets if b.trainable)
+            numel = sum(b.plan.state_numel(engine.comm.rank) for b in engine.buckets if b.plan.trainable)
             assert held_bytes(engine)[Role.optim_state, Tier.device] == 2 * 2 * numel
 
 

@@ -217,7 +217,7 @@ def test_bytes_to_the_device_are_those_that_are_sent(row: str, tmp_path: Path) -
         for bucket in engine.buckets:
             if bucket.plan.whole:
                 continue  # on the device already
-            each = bucket.owned_numel * (bucket.dtypes.compute.itemsize if "nvme" in row else 4)
+            each = bucket.plan.owned_numel * (bucket.dtypes.compute.itemsize if "nvme" in row else 4)
             steps_here = bucket.plan.state_numel(dist.get_rank()) > 0  # not if this rank has padding only
             expected += each * (steps_here if "optimizer" in row else gathers["all_gather", bucket.label])
         assert moved == expected > 0

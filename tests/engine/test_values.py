@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.engine import engine_of
+from lightning_zero.engine.units.bucket import Shown
 from lightning_zero.engine.whole.values import OnRank0
 from tests.engine.sides import Sharded, Side, load_state, state_of, step_and_clear
 from tests.engine.support import IN_STAGES, PLAIN, PRECISIONS, STAGES, assert_absent, assert_equal, assert_same, check
@@ -75,7 +76,7 @@ def test_what_is_loaded_in_a_step_comes_after_what_was_written_before(stage: int
                     param.mul_(0.5)
             side.engine.load_state_dict(state)
             assert torch.equal(side.module.head.weight, state["head.weight"])
-            assert side.engine.units[0].buckets[0].shows_values  # as long as the step lasts
+            assert side.engine.units[0].buckets[0].shown is Shown.GATHERED  # as long as the step lasts
         assert_equal(side.engine.state_dict(only_rank_0=False), state)
 
 

@@ -146,7 +146,7 @@ def test_bytes_are_in_shards_and_planned(storage: str) -> None:
             now = held_bytes(side.engine)
             assert now == planned_now(side.engine, now)
             held[stage] = now[Role.compute_param, Tier.device]
-            frozen = [bucket for bucket in side.engine.buckets if not bucket.trainable]
+            frozen = [bucket for bucket in side.engine.buckets if not bucket.plan.trainable]
             assert sum(b.plan.beside for b in frozen) == beside
             assert {b.dtypes.compute for b in frozen} == {getattr(torch, storage)}
             if stage == 3:

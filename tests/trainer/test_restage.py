@@ -91,7 +91,7 @@ def test_restage_between_two_fits_and_before_the_first_keeps_the_engine(tmp_path
         engine = strategy.engine
         if change:
             strategy.restage(stage=0, offload="none")
-            assert not engine.buckets[0].reshards
+            assert not engine.buckets[0].plan.reshards
             of.validate(module, loader(), verbose=False)
         of.fit_loop.max_epochs = 2
         of.fit(module, loader())

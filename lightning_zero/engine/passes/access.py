@@ -29,7 +29,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.engine.passes.saved_weights import hooks_allowed
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.build import kinds_of
 from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, give_own_memory, own, values_changed
@@ -122,8 +122,8 @@ class Writes:
 
     def take_over(self, bucket: Bucket) -> None:
         """Copy writes to a bucket's parameters into the masters, before the parameters are freed or replaced."""
-        # Inside ``gather`` the parameters show masters, which ``gather`` writes back. Placeholders show no values.
-        if bucket.is_plain or not bucket.shows_values:
+        # Whole masters are written back by whoever shows them. Placeholders show no values.
+        if bucket.shown is not Shown.GATHERED:
             return
         written = [info for info in bucket.params if info.param._version != info.version]
         for slot, known in self._handed_out.get(bucket, {}).items():
@@ -164,7 +164,7 @@ class Writes:
             f"{info.fqn}: expected a write to fp32 values, got one to values in {used}, which loses changes below "
             f"1/{lost} of a value. Add its module to zero.precision.fp32_modules ('teacher.*' for all of self.teacher)"
         )
-        if not (bucket.trainable or in_gather):
+        if not (bucket.plan.trainable or in_gather):
             raise RuntimeError(f"{says}.")
         warned, self._warned = self._warned, True
         if self._comm.rank == 0 and not warned:
@@ -174,7 +174,7 @@ class Writes:
         """Carry out ``param.data = value``: write this rank's part of the whole tensor ``value`` to the masters."""
         bucket, info = place
         self.take_over(bucket)
-        if not bucket.trainable or value.dtype == bucket.dtypes.compute:
+        if not bucket.plan.trainable or value.dtype == bucket.dtypes.compute:
             self.note_rounded(bucket, info)
         compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
         before = bucket.own_compute_params()
@@ -183,10 +183,10 @@ class Writes:
         # leave the version, so that open graphs stay valid. torch's would read the new values, or the old ones where a
         # kernel has saved a view.
         rounding = 4 * torch.finfo(compute.dtype).eps if compute.is_floating_point() else 0.0
-        shown = info.gathered if bucket.shows_values else None
+        shown = info.gathered if bucket.shown is Shown.GATHERED else None
         same = shown is not None and torch.allclose(shown, compute, rtol=rounding, atol=0.0)
-        held = [known() for known in self._read.pop((self._number[bucket], info.slot), ()) if bucket.shows_values]
-        for values in held:
+        held = [known() for known in self._read.pop((self._number[bucket], info.slot), ())]
+        for values in held if shown is not None else ():
             if values is not None:  # under torch it would stay as it is
                 give_own_memory(values)
         with opened(bucket.storage, changed=True):
@@ -209,7 +209,7 @@ class Writes:
             return
         key = self._number[bucket], info.slot
         before, after = self._unconfirmed.get(key) or (self.own_checksum(bucket, info.slot, own), 0)
-        if bucket.comm.shard_size > 1 and bucket.shards_master:  # else ranks may have values of their own
+        if bucket.comm.shard_size > 1 and bucket.plan.shards_master:  # else ranks may have values of their own
             after = checksum(info.flattened(whole))
         self._unconfirmed[key] = before, after
 
@@ -254,7 +254,7 @@ class Writes:
         of the user's own (``dist.broadcast(weight, 0)``) changes no version."""
         for number, slot in keys:
             bucket = self._buckets[number]
-            if bucket.shows_values and not bucket.is_plain:
+            if bucket.shown is Shown.GATHERED:
                 bucket.awaited_step.wait()
                 self._take(bucket, [bucket.params[slot]])
 
@@ -360,35 +360,31 @@ class Fence:
 
     def __init__(self, buckets: Sequence[Bucket], in_pass: Callable[[], bool], in_run: Callable[[], bool]) -> None:
         self._buckets, self._in_pass, self._in_run = buckets, in_pass, in_run
-        self._lowered = False
+        self.is_lowered = False
         self.passing_on = ""  # the call whose code may pass parameters on, but not use their values; empty: none
 
     @property
-    def is_lowered(self) -> bool:
-        return self._lowered
-
-    @property
     def is_plain(self) -> bool:
-        return all(bucket.is_plain for bucket in self._buckets)
+        return all(bucket.shown is Shown.PLAIN for bucket in self._buckets)
 
     @property
     def lacks_masters(self) -> bool:
         """Return whether, in a pass, not all of a module is there, in as many bits as the masters have."""
-        return any(bucket.reshards or bucket.rounds for bucket in self._buckets)
+        return any(bucket.plan.reshards or bucket.rounds for bucket in self._buckets)
 
     @contextlib.contextmanager
     def lowered(self, passing_on: str = "") -> Iterator[None]:
-        previous = self._lowered, self.passing_on
+        previous = self.is_lowered, self.passing_on
         # Rounded values give way to placeholders, so that a parameter tells if code that passes them on uses them.
-        rounded = [b for b in self._buckets if b.shows_values and b.dtypes.compute != b.dtypes.master]
-        hidden = [b for b in rounded if passing_on and not b.is_plain]
+        gathered = [b for b in self._buckets if passing_on and b.shown is Shown.GATHERED]
+        hidden = [b for b in gathered if b.dtypes.compute != b.dtypes.master]
         for bucket in hidden:
             bucket.show(gathered=False)
-        self._lowered, self.passing_on = True, passing_on
+        self.is_lowered, self.passing_on = True, passing_on
         try:
             yield
         finally:
-            self._lowered, self.passing_on = previous
+            self.is_lowered, self.passing_on = previous
             for bucket in hidden:
                 bucket.show(gathered=True)
 
@@ -404,7 +400,7 @@ class Fence:
 
     def refuse(self, what: str, *, converts: bool = False) -> None:
         """Raise a RuntimeError if ``what``, a use of the module (``state_dict()``, say), would see placeholders."""
-        if self._lowered or self.is_plain:
+        if self.is_lowered or self.is_plain:
             return
         in_pass = self._in_pass()
         if not converts and self._in_run() and not (in_pass and self.lacks_masters):
@@ -447,7 +443,7 @@ class Access:
         # Our hooks miss some uses of a buffer: weights that autograd saved without them, and results that are views.
         tensors = [t for t in find_tensors(result) if not any(t is p for p in params)]
         for unit in brought:
-            self._passes.borrowed(unit, keep=(saves and not packs) or any(unit.holds(t) for t in tensors))
+            self._passes.borrowed(unit, keep=(saves and not packs) or any(saved.owner_of(t) is unit for t in tensors))
         return result
 
     def strides(self, param: nn.Parameter) -> tuple[int, ...]:
@@ -456,13 +452,13 @@ class Access:
     def hands_out(self, param: nn.Parameter, read: Callable[[], Tensor]) -> Tensor:
         place = self._place_of(param)
         if self._fence.is_lowered:
-            is_master = place.bucket.shows_values and place.bucket.plan.params_are_masters
+            is_master = place.bucket.plan.params_are_masters and place.bucket.shown is not Shown.PLACEHOLDERS
             return param if self._fence.passing_on and not is_master else read()  # a use of it is seen then
-        if not place.bucket.shows_values or place.bucket.hides_rounded:
+        if place.bucket.shown is Shown.PLACEHOLDERS or place.bucket.hides_rounded:
             for unit in self._bring([param], "data"):
                 self._passes.borrowed(unit, keep=True)
         values = read()
-        (self._between if place.bucket.shows_masters else self._writes).hand_out(place, values)
+        (self._between if place.bucket.shown is Shown.MASTERS else self._writes).hand_out(place, values)
         return values
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
@@ -477,7 +473,7 @@ class Access:
 
     @outside_autograd
     def _replace(self, place: Place, value: Tensor) -> None:
-        if place.bucket.shows_masters:
+        if place.bucket.shown is Shown.MASTERS:
             self._between.replace(place, value)
             return
         unit = self._unit_of[place.bucket]
@@ -501,9 +497,9 @@ class Access:
         units = [self._unit_of[place.bucket] for place in places]
         for place, unit in zip(places, units, strict=True):
             bucket = place.bucket
-            if bucket.shows_masters:
+            if bucket.shown is Shown.MASTERS:
                 continue
-            if not bucket.reshards and not bucket.hides_rounded:
+            if not bucket.plan.reshards and not bucket.hides_rounded:
                 # Between passes maybe only some ranks come here: tell the others where, for their error message.
                 read = f"a read of {place.info.fqn} between steps, which takes all ranks"
                 with self._passes.comm.set_place(read if self._passes.key is None else self._passes.comm.waits.place):
@@ -517,7 +513,7 @@ class Access:
                         "or write a placeholder. Do this inside `with lightning_zero.gather(model):`, on all ranks."
                     )
                 self._between.use(unit, f"{operation!r} of {place.info.fqn}", beside=units)
-            elif not bucket.shows_values:
+            elif bucket.shown is Shown.PLACEHOLDERS:
                 self._passes.demand(unit, "a read of parameters")
                 brought.append(unit)
         return brought

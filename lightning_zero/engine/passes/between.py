@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.access import Writes, checksum
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.engine.units.master_storage import opened
+from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import Unit
@@ -167,7 +166,7 @@ class Between:
         nbytes = sum(
             bucket.layout.numel * bucket.dtypes.master.itemsize
             for bucket in self._buckets_of(params)
-            if bucket.reshards and bucket not in self.memory
+            if bucket.plan.reshards and bucket not in self.memory
         )
         if not nbytes:
             return False
@@ -203,7 +202,7 @@ class Between:
     def _show(self, unit: Unit) -> None:
         self.shown.append(unit)
         for bucket in unit.buckets:
-            if bucket.is_plain or not (_needs_masters(bucket) or bucket in self.memory):
+            if bucket.shown is Shown.PLAIN or not (_needs_masters(bucket) or bucket in self.memory):
                 continue
             full = bucket.full_master().to(bucket.dtypes.master)  # those of frozen parameters are rounded
             if (memory := self.memory.get(bucket)) is None:
@@ -219,7 +218,7 @@ class Between:
                 memory.checksum = None
                 for slot in memory.handed_out:
                     memory.handed_out[slot] = self._checksum(bucket, bucket.params[slot])
-            bucket.show_masters(memory.full)
+            bucket.show_whole(Shown.MASTERS, [bucket.part_of(memory.full, info) for info in bucket.params])
 
     def _make_room(self, unit: Unit, beside: Collection[Unit]) -> None:
         """Hide units, the oldest first, until those that are shown and ``unit`` take no more than ``most_bytes``, or
@@ -277,7 +276,7 @@ class Between:
         written = [
             (Place(bucket, bucket.params[slot]), memory.full)
             for bucket, memory in self.memory.items()
-            if bucket.shows_masters
+            if bucket.shown is Shown.MASTERS
             for slot in self._written(bucket)
         ]
         self.forget()
@@ -288,18 +287,18 @@ class Between:
     def forget(self) -> None:
         """Hide all units and drop what users have written. Sends no message."""
         for bucket in self.memory:
-            if bucket.shows_masters:
-                bucket.hide_masters()
+            if bucket.shown is Shown.MASTERS:
+                bucket.hide_whole()
         self.shown.clear()
         self.memory.clear()
 
     @outside_autograd
     def _hide(self, units: Sequence[Unit], what: str) -> None:
-        hidden = [bucket for unit in units for bucket in unit.buckets if bucket.shows_masters]
+        hidden = [bucket for unit in units for bucket in unit.buckets if bucket.shown is Shown.MASTERS]
         self.shown = [unit for unit in self.shown if unit not in units]
         # Of units that were hidden before, too, users may hold views, and may have written to them: looked at in the
         # end, or when the views are gone.
-        gone = [b for b in self.memory if not (b.shows_masters or self.memory[b].is_held)]
+        gone = [b for b in self.memory if b.shown is not Shown.MASTERS and not self.memory[b].is_held]
         looked_at = [b for b in self.memory if b in hidden or b in gone or not self.shown]
         self._take_over(looked_at, hidden, what)
 
@@ -308,8 +307,8 @@ class Between:
         number_of = {bucket: number for number, bucket in enumerate(self.memory)}
         written = {number_of[bucket]: slots for bucket in buckets if (slots := self._written(bucket))}
         for bucket in hidden:
-            bucket.hide_masters()
-        left = [b for b in self.memory if not b.shows_masters]
+            bucket.hide_whole()
+        left = [b for b in self.memory if b.shown is not Shown.MASTERS]
         table = self._comm.gather_checked((written, [number_of[b] for b in left if self.memory[b].is_held]), what)
         slots_of = {
             bucket: sorted({slot for found, _ in table for slot in found.get(number, ())})
@@ -318,8 +317,10 @@ class Between:
         try:
             self._compare([(bucket, bucket.params[slot]) for bucket, slots in slots_of.items() for slot in slots])
             for bucket, slots in slots_of.items():
+                for slot in slots if not bucket.plan.trainable else ():
+                    self._writes.note_rounded(bucket, bucket.params[slot])
                 if slots:
-                    self._write_back(bucket, [bucket.params[slot] for slot in slots])
+                    bucket.write_whole(self.memory[bucket].full)
         except BaseException:
             self.forget()
             raise
@@ -369,22 +370,9 @@ class Between:
                 "lightning_zero.gather(module, from_rank=0):`, where one rank's values count."
             )
 
-    def _write_back(self, bucket: Bucket, written: Sequence[ParamInfo]) -> None:
-        full = self.memory[bucket].full
-        if not bucket.trainable:
-            for info in written:
-                self._writes.note_rounded(bucket, info)
-        low, high = bucket.owned_range
-        with opened(bucket.storage, changed=True) as master:
-            master.copy_(full[low:high])
-            bucket.copy_master_to_params()
-        if not bucket.reshards or bucket.full.allocated:
-            bucket.full.data.copy_(full)
-        bucket.node_shard.becomes(full)
-
 
 def _needs_masters(bucket: Bucket) -> bool:
-    return bucket.reshards or bucket.hides_rounded
+    return bucket.plan.reshards or bucket.hides_rounded
 
 
 def _nbytes(unit: Unit) -> int:

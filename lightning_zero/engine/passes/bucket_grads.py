@@ -58,12 +58,12 @@ class BucketGrads:
         """Reset for a backward. ``reduces``: this backward reduces this bucket. ``fresh``: this backward reduces, and
         no gradients of earlier backwards (``no_sync``) wait for that reduction; equal on all ranks."""
         self.arrived, self.issued, self.reduces = set(), False, reduces
-        self.keeps_wire_dtype = self._exchanges and (fresh or not self.bucket.accumulates)
+        self.keeps_wire_dtype = self._exchanges and (fresh or not self.bucket.plan.accumulates_locally)
         self._choose_dtypes()
 
     def _choose_dtypes(self) -> None:
         dtypes = self.bucket.dtypes
-        self.local_dtype = dtypes.grad if self.bucket.accumulates else dtypes.reduce
+        self.local_dtype = dtypes.grad if self.bucket.plan.accumulates_locally else dtypes.reduce
         if self.keeps_wire_dtype:
             self.local_dtype = dtypes.wire
         narrow = self.keeps_wire_dtype or (self._exchanges and self.local_dtype == dtypes.compute)

@@ -25,17 +25,12 @@ _DEPTH = 4  # how many levels of objects to search
 
 class TensorPlace:
     """Replaces a tensor in the result of :func:`take_tensors`. Not a dataclass, because :func:`_open` would open it.
-    ``number``: the tensor's index in the list of taken tensors; ``-1 - i`` for tensor ``i`` of ``known``."""
+    ``number``: the tensor's index in the list of taken tensors."""
 
     __slots__ = ("number",)
 
     def __init__(self, number: int) -> None:
         self.number = number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorPlace) and other.number == self.number
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _open(value: Any) -> tuple[Sequence[object], Callable[[list[object]], Any]] | None:
@@ -80,13 +75,6 @@ def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
     return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
-def leaves(value: object) -> list[object]:
-    """List all items in nested containers, in a fixed order."""
-    if isinstance(value, Tensor) or (opened := _open(value)) is None:
-        return [value]
-    return [leaf for item in opened[0] for leaf in leaves(item)]
-
-
 def copy_containers(value: _T) -> _T:
     """Copy nested containers, but not the tensors and other objects in them."""
     if isinstance(value, set):
@@ -95,11 +83,9 @@ def copy_containers(value: _T) -> _T:
     return value if opened is None else opened[1]([copy_containers(item) for item in opened[0]])
 
 
-def take_tensors(value: object, known: Sequence[Tensor] = ()) -> tuple[object, list[Tensor]]:
-    """Replace each tensor in ``value`` by a numbered :class:`TensorPlace`. Return the result and the tensors by number.
-    Those in ``known`` get numbers from -1 down, and are not returned.
-    """
-    numbers = {id(tensor): -1 - number for number, tensor in enumerate(known)}
+def take_tensors(value: object) -> tuple[object, list[Tensor]]:
+    """Replace each tensor in ``value`` by a numbered :class:`TensorPlace`. Return the result and the tensors."""
+    numbers: dict[int, int] = {}
     tensors: list[Tensor] = []
 
     def take(leaf: object) -> object:
@@ -113,16 +99,10 @@ def take_tensors(value: object, known: Sequence[Tensor] = ()) -> tuple[object, l
     return map_leaves(value, take), tensors
 
 
-def put_tensors(form: object, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
-    """Undo :func:`take_tensors`: replace each :class:`TensorPlace` in ``form`` by the tensor of its number, from
-    ``tensors`` or ``known``. ``tensors`` can be other tensors than the ones taken out."""
-
-    def put(leaf: object) -> object:
-        if not isinstance(leaf, TensorPlace):
-            return leaf
-        return tensors[leaf.number] if leaf.number >= 0 else known[-1 - leaf.number]
-
-    return map_leaves(form, put)
+def put_tensors(form: object, tensors: Sequence[Tensor]) -> Any:
+    """Undo :func:`take_tensors`: replace each :class:`TensorPlace` in ``form`` by the tensor of its number in
+    ``tensors``, which can be other tensors than the ones taken out."""
+    return map_leaves(form, lambda leaf: tensors[leaf.number] if isinstance(leaf, TensorPlace) else leaf)
 
 
 def find_tensors(value: object) -> Iterator[Tensor]:

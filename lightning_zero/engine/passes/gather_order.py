@@ -152,9 +152,7 @@ class GatherOrder:
             if not self.dynamic:
                 self._learn()
         elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
-            for index in self._cursor.rest():
-                self._issue(index, ahead=True)
-                self._drop_idle()
+            self._issue_ahead(self._cursor.rest())
         self._free_leaving()
 
     def call_ends(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.grad_store import GradStore
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.planning.layout import Fragment, cut_runs
@@ -53,7 +53,7 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
 def refuse_whole(places: Iterable[Place]) -> None:
     """Raise a RuntimeError if ``param.grad`` at ``places`` is a whole tensor, whose values the shards lack."""
     for place in places:
-        if place.bucket.is_plain and type(place.info.param.grad) is Tensor:
+        if place.bucket.shown is Shown.PLAIN and type(place.info.param.grad) is Tensor:
             raise RuntimeError(
                 f"the gradient of {place.info.fqn} is a whole tensor here (inside gather(grads=True), or of your own "
                 "between runs): use torch.nn.utils.get_total_norm and clip_grad_norm_, or leave the `with` block first."
@@ -189,7 +189,7 @@ class GradNorms:
         shared: list[int] = []  # rows of gradients of which each rank has a part
         parts: dict[int, Tensor] = {}  # by index in the flattened table
         for bucket, grads in self._reducer.grads.items():
-            if self._reducer.unreduced and bucket.accumulates:
+            if self._reducer.unreduced and bucket.plan.accumulates_locally:
                 for slot, grad in grads.local_grads().items() if not bucket.grad_store.is_there else ():
                     parts[len(infos) * comm.world_size] = grad
                     infos.append(bucket.params[slot])
@@ -200,11 +200,11 @@ class GradNorms:
             rows = {slot: len(infos) + number for number, slot in enumerate(sorted(grads.agreed))}
             infos += [bucket.params[slot] for slot in rows]
             factors += [1.0] * len(rows)
-            if bucket.shards_master or bucket.comm.topology.apart:
+            if bucket.plan.shards_master or bucket.comm.topology.apart:
                 shared += rows.values()
             members = bucket.comm.topology.shard_group_of(comm.rank)
             for rank, slot, part in _parts_of_reduced(bucket):
-                if slot in rows and not (bucket.comm.replica and bucket.shards_master):
+                if slot in rows and not (bucket.comm.replica and bucket.plan.shards_master):
                     parts[rows[slot] * comm.world_size + members[rank]] = part
         table = torch.zeros(len(infos) * comm.world_size, dtype=torch.float64)
         if parts:
@@ -228,7 +228,7 @@ def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (shard's rank, slot, values) of the reduced gradients that this rank holds, cut at borders of shards."""
     gradient, low = bucket.grad, bucket.owned_range[0]
     assert gradient is not None
-    for rank in [bucket.comm.shard_rank] if bucket.shards_master else range(bucket.layout.world_size):
+    for rank in [bucket.comm.shard_rank] if bucket.plan.shards_master else range(bucket.layout.world_size):
         start = bucket.layout.shard_range(rank)[0] - low
         for fragment in bucket.layout.fragments(rank):
             first = start + fragment.start

@@ -75,7 +75,7 @@ class Reducer:
 
     def plans_changed(self) -> None:
         """Forget the learned orders of reductions, after buckets got new placements. Existing gradients stay."""
-        self._gathers_in_backward = any(bucket.reshards for bucket in self.grads)
+        self._gathers_in_backward = any(bucket.plan.reshards for bucket in self.grads)
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
         self._lagging: dict[str, set[Bucket]] = {}  # completed by some rank only at its end
@@ -87,7 +87,7 @@ class Reducer:
         self.order = self._orders.get(key, self.order)
         for bucket, grads in self.grads.items():
             self._expected[bucket] = sum([info.param.requires_grad for info in bucket.params])
-            grads.begin(reduces=self.synchronize or not bucket.accumulates, fresh=not self.unreduced)
+            grads.begin(reduces=self.synchronize or not bucket.plan.accumulates_locally, fresh=not self.unreduced)
         self._late, self._lagging_here = set(), set()
         self._waiting |= {b for b, grads in self.grads.items() if self._expected[b] and not grads.reduces}
         # If all parameters of a waiting bucket are frozen by now, this backward brings nothing more for the bucket.
@@ -275,7 +275,7 @@ class Reducer:
             self._land()
         full = grads.buffer_to_reduce()
         self._issued.here += 1
-        operation = bucket.comm.reduce_scatter if bucket.shards_master else bucket.comm.all_reduce
+        operation = bucket.comm.reduce_scatter if bucket.plan.shards_master else bucket.comm.all_reduce
         with recording.profiled("reduce", bucket.label):
             reduction = operation(full, bucket.label, factor=grads.scale_of_sum, total_dtype=total_dtype)
         if not self.comm.streams.are_there:

@@ -131,8 +131,6 @@ class Hooks:
     def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
         """Register a hook that takes a trainable parameter's gradient as soon as autograd has accumulated it."""
         param = bucket.params[slot].param
-        if id(param) in self.watched:
-            return
         # Weakly: the garbage collector does not see through this hook; the bucket's masters would live for ever.
         passes_ref, place = self._passes, (unit.index, unit.buckets.index(bucket))
         hooks_ref = ref(self)
@@ -245,13 +243,6 @@ class Hooks:
         self._forwards[module] = forward, self._forwards.get(module, (None, before))[1]
         module.__dict__["forward"] = forward
         self._touched.add(module)
-
-    def watch_arguments(self, module: nn.Module, called: Callable[[Args, Kwargs], None]) -> None:
-
-        def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-            called(args, kwargs)
-
-        self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
 
     def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
         """Remove our hooks and attributes from modules, but not from parameters. Returns a function to restore them."""

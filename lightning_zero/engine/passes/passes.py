@@ -159,9 +159,8 @@ class Passes:
         for unit in self.units:
             for bucket in unit.buckets:
                 for info in bucket.params:
-                    is_new = not bucket.trainable or id(info.param) not in self.hooks.watched
-                    if is_new and info.param.requires_grad:
-                        if not bucket.trainable:
+                    if info.param.requires_grad and id(info.param) not in self.hooks.watched:
+                        if not bucket.plan.trainable:
                             bucket.make_trainable()
                         self.hooks.watch_grad(unit, bucket, info.slot)
 
@@ -337,7 +336,7 @@ class Passes:
     def rest(self) -> None:
         """End the open pass, and wait for optimizer steps and gathers in flight, when a run ends. Collective."""
         self.leave()
-        whole = not self.after_step.has_failed  # if a step has failed, its error was raised before
+        whole = self.after_step.failed is None  # if a step has failed, its error was raised before
         if whole:
             self.after_step.wait_for_all()  # not self.wait_for_all(): after an exception other ranks may be gone
         self.timeline.run_ends(together=whole and not self.aborted)

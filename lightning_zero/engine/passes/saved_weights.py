@@ -67,7 +67,7 @@ class SavedWeights:
             bucket.full.data.untyped_storage()._cdata: unit
             for unit in self._units
             for bucket in unit.buckets
-            if bucket.reshards and unit.index  # the root stays gathered as long as a pass is open
+            if bucket.plan.reshards and unit.index  # the root stays gathered as long as a pass is open
         }
 
     def hooked(self) -> contextlib.AbstractContextManager[None]:
@@ -94,7 +94,7 @@ class SavedWeights:
             return self._pack, self._unpack  # another engine's hooks; units of this engine do not save its weights
         return lambda tensor: self._pack_inside(tensor, pack, unpack), self._unpack
 
-    def _owner_of(self, tensor: Tensor) -> Unit | None:
+    def owner_of(self, tensor: Tensor) -> Unit | None:
         """Return the unit that has ``tensor`` in a buffer that is dropped after use; None if no unit has."""
         try:
             # Of a DTensor over a split parameter, the tensor inside.
@@ -104,7 +104,7 @@ class SavedWeights:
 
     def _pack(self, tensor: Tensor) -> _Weight | _Other:
         self.count += 1
-        unit = self._owner_of(tensor)
+        unit = self.owner_of(tensor)
         if unit is not None:
             unit.saved += 1
             return _Weight(tensor, tensor._version, unit)
@@ -113,7 +113,7 @@ class SavedWeights:
         return _Other(tensor.detach(), tensor._version)
 
     def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], object], unpack: Callable[..., Tensor]) -> object:
-        if self._owner_of(tensor) is not None:
+        if self.owner_of(tensor) is not None:
             return self._pack(tensor)
         self.count += 1
         return _Outer(pack(tensor), unpack)
@@ -132,7 +132,7 @@ class SavedWeights:
         if isinstance(saved, _Weight) and not self._needed(saved.unit):
             return saved.view.new_full((), float("nan")).expand(saved.view.shape)
         tensor, version = saved[:2]
-        if isinstance(saved, _Weight) and self._owner_of(tensor) is None:
+        if isinstance(saved, _Weight) and self.owner_of(tensor) is None:
             raise RuntimeError(
                 f"unit {saved.unit.title}: expected a graph whose weights can be gathered again, got one of before an "
                 "exception that ended a gather of them. Run the forward again before the backward."

@@ -30,7 +30,7 @@ from lightning_zero.engine.passes.grad_norms import GradNorms, alike, parts_of_s
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
-from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.grad_store import Factor
 from lightning_zero.engine.units.param import ParamInfo, get_grad, set_grad
 
@@ -365,7 +365,7 @@ class ShardedGrads:
                     if isinstance(grad, ShardedGrad) and grad is not own:
                         raise _stale(info.fqn)
                     is_there = own is not None and (grad is own or own.added)
-                    if not is_there and not (bucket.is_plain and type(grad) is Tensor):
+                    if not is_there and not (bucket.shown is Shown.PLAIN and type(grad) is Tensor):
                         cleared.append(info.slot)
             if cleared:
                 grads.forget(cleared)
@@ -447,7 +447,7 @@ class ShardedGrads:
         self._reducer.refuse_partial()
         bucket, comm = self._bucket_of[id(info.param)], self._reducer.comm
         scale = self._reducer.shown_scale(id(info.param))
-        if self._reducer.unreduced and bucket.accumulates:
+        if self._reducer.unreduced and bucket.plan.accumulates_locally:
             local = self._grads[bucket].local_grads().get(info.slot)
             if local is None or bucket.grad_store.is_there:
                 raise self.norms.mixed(info)
@@ -455,9 +455,9 @@ class ShardedGrads:
         parts = torch.zeros(len(bucket.comm.topology.same_params), info.numel, dtype=bucket.dtypes.grad)
         flat = (parts := parts.to(comm.device))[bucket.comm.part]
         fragment = bucket.grad_fragment(info.slot)
-        if fragment is not None and (bucket.comm.replica == 0 or not bucket.shards_master):  # replicas hold it too
+        if fragment is not None and (bucket.comm.replica == 0 or not bucket.plan.shards_master):  # replicas hold it too
             flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
-        if bucket.shards_master:
+        if bucket.plan.shards_master:
             with comm.set_place("a read of .grad, which takes all ranks"):
                 comm.gather_checked(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
                 comm.sum_(parts)

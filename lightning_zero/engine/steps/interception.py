@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.param import ParamInfo, values_changed
 from lightning_zero.engine.units.unit import Units
 from lightning_zero.optimizers.low_bits import PieceMemory
@@ -130,7 +130,7 @@ class AroundStep:
                 "optimizer steps the shards that ranks have together. Train with trainer.fit(), or make an optimizer "
                 "of your own now: what it writes, on all ranks alike, is what the next fit starts from."
             )
-        if [bucket for unit in self._units for bucket in unit.buckets if bucket.is_plain]:
+        if [b for unit in self._units for b in unit.buckets if b.shown is Shown.PLAIN]:
             raise RuntimeError(
                 "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."

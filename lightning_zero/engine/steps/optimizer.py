@@ -361,9 +361,9 @@ class ShardedOptimizer(Stepper):
     def state_to_come(self, tier: Tier) -> int:
         states = count_states(self.optimizer)
         return sum(
-            states * bucket.plan.state_nbytes(bucket.owned_numel)
+            states * bucket.plan.state_nbytes(bucket.plan.owned_numel)
             for bucket in self.buckets()
-            if bucket.trainable and bucket.plan.tiers.master is tier
+            if bucket.plan.trainable and bucket.plan.tiers.master is tier
         )
 
     def check_groups(self, groups: Sequence[Saved]) -> None:
@@ -381,7 +381,7 @@ class ShardedOptimizer(Stepper):
         self._own_state()
 
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        if self.runs.has_stepped(bucket) and bucket.trainable:
+        if self.runs.has_stepped(bucket) and bucket.plan.trainable:
             self.runs.reload(bucket, self.groups().get(bucket, {}), states)
         else:
             self.runs.forget(bucket)
@@ -393,7 +393,7 @@ class ShardedOptimizer(Stepper):
             self.check_groups(self.optimizer.param_groups)
         changed = self._arrange(used)
         # The worker steps buckets on the host. Unknown optimizers may count steps per group, so step them at once.
-        for_worker = {bucket for bucket in changed if self._known and bucket.steps_on_host}
+        for_worker = {bucket for bucket in changed if self._known and bucket.plan.steps_on_host}
         buckets = [bucket for bucket in self.runs.buckets() if bucket in changed]
         eager = [bucket for bucket in buckets if bucket not in for_worker]
         # `no_grad` follows `inference_mode(False)`, which switches grad mode on. State made in inference mode could not
@@ -453,7 +453,7 @@ class ShardedOptimizer(Stepper):
         group_of: dict[Bucket, dict[int, int]] = {bucket: {} for bucket in self.runs.buckets()} | self.groups()
         changed: set[Bucket] = set()
         for bucket, groups in group_of.items():
-            if not bucket.trainable:
+            if not bucket.plan.trainable:
                 continue
             active = {slot for slot in groups if id(bucket.params[slot].param) in used}
             self.runs.advance(bucket, groups, active)

@@ -202,9 +202,9 @@ class Runs:
         """
         self._steps = {key: steps_in(state) for key, state in states.items()}
         for bucket, groups in groups_of.items():
-            if not bucket.trainable and any((bucket, slot) in states for slot in groups):
+            if not bucket.plan.trainable and any((bucket, slot) in states for slot in groups):
                 bucket.make_trainable()  # a fine-tuning callback thawed it before the save, and will again
-        kept = [bucket for bucket in groups_of if bucket.trainable]
+        kept = [bucket for bucket in groups_of if bucket.plan.trainable]
         for bucket in self.buckets():
             present = [(group, run.run) for group, run in self.grouped(bucket)]
             if bucket not in kept or present != self._wanted(bucket, groups_of[bucket], None):

@@ -27,7 +27,7 @@ from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Accelerator, Event
 from lightning_zero.device.host_threads import set_own_threads
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.bucket import Bucket, Shown
 from lightning_zero.engine.units.master_storage import MasterStorage
 from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import State, Unit
@@ -164,7 +164,7 @@ class AfterStep:
         self._threads = threads_of_steps(cores, beside_device=streams.are_there)
         self._numbers = {bucket: number for number, bucket in enumerate(b for unit in units for b in unit.buckets)}
         self._worker: StepWorker | None = None
-        self._failed: Exception | None = None
+        self.failed: Exception | None = None  # raised in every wait for steps and at the start of every pass
         self._pending_syncs: deque[tuple[Unit, list[Bucket]]] = deque()  # to be issued, in the order of units
         self._issuing = False
         self._references: dict[Bucket, int] = {}  # to the memory of synced parameters, without those of users' views
@@ -172,11 +172,13 @@ class AfterStep:
         goes_on_in_waits(self)
 
     def _referring(self, bucket: Bucket) -> int:
-        return references(bucket.full.data) - len(bucket.params) * bucket.shows_values
+        return references(bucket.full.data) - len(bucket.params) * (bucket.shown is Shown.GATHERED)
 
     def count_references(self) -> None:
         """Note who shares the memory of synced parameters. Called before users' code can keep views of it."""
-        self._references = {bucket: self._referring(bucket) for bucket in self._numbers if bucket.gathers_after_step}
+        self._references = {
+            bucket: self._referring(bucket) for bucket in self._numbers if bucket.plan.gathers_after_step
+        }
 
     def plans_changed(self) -> None:
         """Count who shares the memory of parameters that are synced from now on, as :meth:`count_references` does."""
@@ -200,14 +202,6 @@ class AfterStep:
             self.close()
             self._threads, self._worker = threads, None
 
-    def fail(self, error: Exception) -> None:
-        """From now on raise `error` in every wait for steps and at the start of every pass."""
-        self._failed = error
-
-    @property
-    def has_failed(self) -> bool:
-        return self._failed is not None
-
     def submit(self, jobs: Sequence[StepJob]) -> None:
         if self._worker is None:
             self._worker = StepWorker(self._threads, self._streams.accelerator)
@@ -217,8 +211,9 @@ class AfterStep:
         """Schedule param syncs of `changed` buckets, whose masters are new or will be after their steps. Collective."""
         viewed = []
         for unit in self._units:
-            buckets = [b for b in unit.buckets if b in changed]
-            synced = [b for b in buckets if b.gathers_after_step]
+            if not (buckets := [b for b in unit.buckets if b in changed]):
+                continue
+            synced = [b for b in buckets if b.plan.gathers_after_step]
             # Show placeholders now, although the param sync may be issued much later: a read in between must wait, and
             # not see old values.
             for bucket in synced:
@@ -228,14 +223,13 @@ class AfterStep:
                 if not self._viewed.isdisjoint(synced):
                     viewed.append(unit)
             is_here = unit.reshards and unit.state is not State.SHARDED
-            if buckets and is_here:
+            if is_here:
                 # A step inside a pass makes gathered values stale. The root is gathered on all ranks while a pass is
                 # open, so all ranks gather it again. Other units may be gathered on some ranks only, and are gathered
                 # again when they are needed, in an agreed order.
                 unit.drop()
-            if buckets:
-                unit.forget_node_slices()
-            if buckets and is_here and unit is self._units[0]:
+            unit.forget_node_slices()
+            if is_here and unit is self._units[0]:
                 unit.unshard_begin()
         self.sync_params()
         for unit in viewed:
@@ -248,8 +242,8 @@ class AfterStep:
         All ranks issue them in the order of units, as gathers on one group require. How many of them one call issues
         can differ between ranks.
         """
-        if self._failed is not None:
-            raise self._failed
+        if self.failed is not None:
+            raise self.failed
         if not self._pending_syncs:
             return
         issuing, self._issuing = self._issuing, True
@@ -270,7 +264,7 @@ class AfterStep:
     def go_on(self) -> bool:
         """Issue param syncs whose steps have ended, during a wait for other ranks. Return whether any syncs are left;
         False too if a step has failed, or this rank is issuing syncs already."""
-        if self._failed is not None or self._issuing:
+        if self.failed is not None or self._issuing:
             return False
         # Do not raise a failed step's error here: each raise adds to its traceback, which then holds whoever waits.
         if any(bucket.awaited_step.has_failed for _, buckets in self._pending_syncs for bucket in buckets):
@@ -283,13 +277,13 @@ class AfterStep:
 
     def wait_for_steps(self) -> None:
         """Wait for offloaded steps and their writes to files. A step uses its bucket's gradient until it ends."""
-        if self._failed is not None:
-            raise self._failed
+        if self.failed is not None:
+            raise self.failed
         if self._worker is not None:
             self._worker.wait()
         # Also buckets without a job on this rank: all ranks must agree on which buckets still await a step.
         for bucket in self._numbers:
-            if bucket.gathers_from_host:
+            if bucket.plan.gathers_from_host:
                 bucket.awaited_step.wait()
                 bucket.param_store.wait_for_rest()  # a write to files may end later, and may fail
 

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -86,6 +87,21 @@ class Dtypes:
     state: StateDtype = StateDtype.fp32
 
 
+class Shown(Enum):
+    """What the parameters of a bucket show.
+
+    ::
+
+        PLACEHOLDERS, GATHERED    take turns: show()
+        MASTERS, PLAIN            cover either: show_whole(), until hide_whole()
+    """
+
+    PLACEHOLDERS = "the values are on their way, or dropped"
+    GATHERED = "views of the full buffer"
+    MASTERS = "whole masters, between steps"
+    PLAIN = "whole masters in plain parameters, inside gather() and between runs"
+
+
 class GradFragment(NamedTuple):
     offset: int  # of the first element, in the parameter
     values: Tensor
@@ -113,51 +129,35 @@ class Bucket:
     def __post_init__(self) -> None:
         plan, dtypes, comm = self.plan, self.dtypes, self.comm
         self.awaited_step = AwaitedStep()
-        self.shows_values = False  # parameters show their gathered values
-        self.is_plain = False  # inside gather(): parameters hold whole masters
-        self.shows_masters = False  # between steps: users' code has used a parameter
+        self.shown = Shown.GATHERED
+        self._gathered = True  # what `show` was told last, and what `hide_whole` goes back to
         self.hides_rounded = False  # between steps: a use of the gathered values, which are rounded, needs masters
-        self._values_here = True
         self._copied: Event = None  # event after the last copy that an offloaded step made to the device
         self.layout = plan.layout
         self.node_shard = NodeShard(plan.layout.numel, comm.node_rank, comm.node_size)
         self.gaps = self.layout.gaps()
         self._tensors = tuple(info.param for info in self.params)
         self._placeholders: list[Tensor] = []
-        self._follow(plan)
+        self.owned_range = plan.owned_range(comm.shard_rank)
         self.full = FlatBuffer(self.layout.numel, dtypes.compute, comm.device)
         self._make_views()
-
-    def _follow(self, plan: BucketPlan) -> None:
-        self.plan = plan
-        self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
-        self.trainable = plan.trainable
-        self.shards_master, self.accumulates = plan.shards_master, plan.accumulates_locally
-        self.steps_on_host, self.gathers_from_host = plan.steps_on_host, plan.tiers.gathers_from_host
-        self.owned_range = plan.owned_range(self.comm.shard_rank)
 
     def _make_views(self) -> None:
         # Made while the buffer has memory. See [Note: freed storage and autograd's views].
         low, high = self.owned_range
         self._own_part = self.full.data[low:high]  # [owned numel]
-        self._views: list[Tensor] = []
-        for info in self.params:
-            info.gathered = self.full.view(self.layout.slots[info.slot].start, info.shape, info.strides)
-            self._views.append(info.gathered)
+        self._views = [self.part_of(self.full.data, info) for info in self.params]
+        for info, view in zip(self.params, self._views, strict=True):
+            info.gathered = view
 
     @property
     def sends(self) -> Sends:
-        gathered = self.dtypes.compute if self.reshards or self.gathers_after_step else None
-        reduced = self.dtypes.reduce if self.trainable else None
-        exchanged = self.dtypes.wire if self.trainable and self.dtypes.exchanged else None
-        return Sends(self.layout.numel, gathered, reduced, exchanged, self.shards_master)
+        gathered = self.dtypes.compute if self.plan.reshards or self.plan.gathers_after_step else None
+        reduced = self.dtypes.reduce if self.plan.trainable else None
+        exchanged = self.dtypes.wire if self.plan.trainable and self.dtypes.exchanged else None
+        return Sends(self.layout.numel, gathered, reduced, exchanged, self.plan.shards_master)
 
     # -- ranges ---------------------------------------------------------------------------------------------------
-
-    @property
-    def owned_numel(self) -> int:
-        low, high = self.owned_range
-        return high - low
 
     def owned_fragments(self) -> list[Fragment]:
         return list(self.layout.cut(*self.owned_range))
@@ -198,9 +198,9 @@ class Bucket:
 
     def share(self, values: Tensor) -> None:
         """If the bucket stays gathered, fill the full buffer from all ranks' `values` [owned numel]. Collective."""
-        if not self.reshards:
+        if not self.plan.reshards:
             self._own_part.copy_(values)
-            if self.shards_master:
+            if self.plan.shards_master:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
@@ -212,7 +212,7 @@ class Bucket:
         self._make_param_store(values)
 
     def _make_storage(self, values: Tensor, *, taken: bool = False) -> None:
-        plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
+        plan, dtype = self.plan, self.dtypes.master if self.plan.trainable else self.dtypes.compute
         if plan.copies_master:
             storage = make_storage(plan.storage_tier, self._tiers, self.label, values, dtype, taken=taken)
             self.storage = storage  # set when the copy into the storage is complete
@@ -226,11 +226,11 @@ class Bucket:
 
     def _make_grad_store(self) -> None:
         self.grad_store = make_grad_store(
-            self.plan, self.label, self.owned_numel, self.dtypes.grad, self._tiers, self.comm.streams
+            self.plan, self.label, self.plan.owned_numel, self.dtypes.grad, self._tiers, self.comm.streams
         )
 
     def make_trainable(self) -> None:
-        before, self.plan, self.trainable = self.plan, replace(self.plan, trainable=True), True
+        before, self.plan = self.plan, replace(self.plan, trainable=True)
         # Whether parameters and masters stay in the same buffers, tier and dtypes.
         old, new = ((plan.params_rest, plan.storage_tier, plan.storage_itemsize) for plan in (before, self.plan))
         if old == new:
@@ -265,10 +265,10 @@ class Bucket:
             grad: Reduced gradient [owned numel] of the new range, or None.
         """
         self._tiers = tiers
-        if self.reshards and not plan.reshards:
+        if self.plan.reshards and not plan.reshards:
             self.full.allocate()
         range_before = self.owned_range
-        self._follow(plan)
+        self.plan, self.owned_range = plan, plan.owned_range(self.comm.shard_rank)
         if self.owned_range != range_before:  # the buffer has memory: one of the two plans does not reshard
             self._own_part = self.full.data[slice(*self.owned_range)]
         self.comm.streams.change()
@@ -288,21 +288,21 @@ class Bucket:
         """Point the parameters at values or placeholders, after :meth:`rest_as` with the same `values`. Collective.
 
         With `came_whole`, the full buffer had all compute parameters before `rest_as` already, and needs no gather."""
-        if not self.reshards and not came_whole:
+        if not self.plan.reshards and not came_whole:
             self.share(values)
-        self.show(gathered=not self.reshards)
-        if self.reshards:
+        self.show(gathered=not self.plan.reshards)
+        if self.plan.reshards:
             self.full.release()
 
     def copy_master_to_params(self) -> None:
         """Update the compute parameters at rest from the masters, after a step. The storage must be open."""
         self.param_store.update(self.storage.master)
-        if not self.steps_on_host:  # copies of a step on the host have an event of their own, `_copied`
+        if not self.plan.steps_on_host:  # copies of a step on the host have an event of their own, `_copied`
             self.comm.streams.change()
 
     def _send(self, target: Tensor) -> None:
         """Cast the master into `target` [owned numel] on the device, after kernels that may still read `target`."""
-        if not self.steps_on_host:
+        if not self.plan.steps_on_host:
             self.storage.copy_to(target)
             return
         # The step's thread runs this while the main thread queues the next forward. So the copy waits only for the
@@ -326,7 +326,7 @@ class Bucket:
             yield
 
     def own_compute_params(self) -> Tensor:
-        own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
+        own = torch.empty(self.plan.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
         with self._transfers(into_free_memory=False):
             self.param_store.read(own)
             event = self.comm.streams.mark()
@@ -364,10 +364,23 @@ class Bucket:
     def write(self, info: ParamInfo, value: Tensor) -> None:
         """Write a whole parameter: this rank's part to the masters, and all to `full` if the bucket stays gathered."""
         self.write_master(info, value.detach())
-        if not self.reshards and not isinstance(value, StoredTensor):  # else the next gather brings it
+        if not self.plan.reshards and not isinstance(value, StoredTensor):  # else the next gather brings it
             assert info.gathered is not None
             info.gathered.copy_(value.detach().reshape(info.shape))
         values_changed([info])
+
+    def write_whole(self, full: Tensor, *, masters: bool = True) -> None:
+        """Write the masters `full` [layout.numel], the same on all ranks, to all that holds values of the bucket. Leave
+        out the storage of the `masters` if it has these values already."""
+        if masters:
+            with opened(self.storage, changed=True) as master:
+                master.copy_(full[slice(*self.owned_range)])
+                if self.plan.reshards:
+                    self.copy_master_to_params()
+        # Update the compute parameters completely: no gather follows that would bring the other ranks' slices.
+        if not self.plan.reshards or self.full.allocated:
+            self.full.data.copy_(full)
+        self.node_shard.becomes(full)
 
     # -- gathered values ------------------------------------------------------------------------------------------
 
@@ -381,12 +394,12 @@ class Bucket:
         self.awaited_step.wait()  # see [Note: masters during an offloaded step]
         with self.comm.streams.pool_of("gather"):
             self.full.allocate()
-        if not self.gathers_from_host:
+        if not self.plan.gathers_from_host:
             self.param_store.prepare(self._own_part)
             return self.comm.all_gather(self.full.data, self.label)
         # Issued from the host-to-device stream, the gather waits for the copies of the last step and of `prepare`. From
         # the compute stream it would send the shard before these copies have arrived.
-        with recording.profiled("transfer", self.label), self._transfers(into_free_memory=self.reshards):
+        with recording.profiled("transfer", self.label), self._transfers(into_free_memory=self.plan.reshards):
             with self._moves("h2d", self.plan.brought_to_gather):
                 self.param_store.prepare(self._own_part)
             self.storage.read_until(self.comm.streams.mark())
@@ -405,7 +418,7 @@ class Bucket:
     def leave_memory(self) -> None:
         """Give the full buffer new memory, because an abandoned gather may still write to the old memory."""
         # To wait instead could hang: a gather that only some ranks have issued never ends (`Communicator.resume`).
-        assert self.reshards and not self.shows_values
+        assert self.plan.reshards and not self._gathered
         with torch.inference_mode(False):
             self.full.data = torch.empty_like(self.full.data)
         self._make_views()
@@ -423,63 +436,52 @@ class Bucket:
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
         for start, values in own:
             full[low + start : low + start + values.numel()].copy_(values)
-        if self.shards_master:
+        if self.plan.shards_master:
             self.comm.all_gather(full, f"{self.label} ({what})").wait()
         return full
 
     def show(self, gathered: bool) -> None:
-        """Point the parameters at gathered values or placeholders, unless `gather()` shows whole masters now."""
-        self.shows_values = gathered
-        # Until the masters are hidden, what users have written is in the shown tensors only.
-        if self.is_plain or self.shows_masters:
+        """Point the parameters at gathered values or placeholders; where they show whole masters, from then on when
+        these are hidden, because what users have written is in the shown tensors only."""
+        self._gathered = gathered
+        if self.shown is Shown.MASTERS or self.shown is Shown.PLAIN:
             return
-        self._values_are(here=gathered)
         if gathered:
+            self._enter(Shown.GATHERED)
             set_values(self.params, self._views, "absent" if self.hides_rounded else "present")
-        else:
-            if not self._placeholders:
-                shapes = [info.shape for info in self.params]
-                self._placeholders = placeholders(shapes, self.dtypes.compute, self.comm.device)
-            set_values(self.params, self._placeholders, "absent")
+            return
+        if not self._placeholders:
+            shapes = [info.shape for info in self.params]
+            self._placeholders = placeholders(shapes, self.dtypes.compute, self.comm.device)
+        self._enter(Shown.PLACEHOLDERS)
+        set_values(self.params, self._placeholders, "absent")
 
-    def show_plain(self, values: Iterable[Tensor]) -> None:
-        """Give the parameters their plain classes and, as `.data`, one tensor of `values` each, until `hide_plain`."""
-        self.is_plain = True
-        self._values_are(here=True)
-        set_values(self.params, values, "plain")
+    def show_whole(self, shown: Shown, values: Iterable[Tensor]) -> None:
+        """Point the parameters at whole masters, one tensor of `values` each, until :meth:`hide_whole`."""
+        self._enter(shown)
+        set_values(self.params, values, "plain" if shown is Shown.PLAIN else "present")
+
+    def hide_whole(self) -> None:
+        self.shown = Shown.GATHERED  # values are here, as before
+        self.show(self._gathered)
+
+    def _enter(self, shown: Shown) -> None:
+        """Raise versions when placeholders replace values, lower them when values return: [Note: version counters]."""
+        before, self.shown = self.shown, shown
+        # Raising twice would leave another version than the graph has saved.
+        if shown is Shown.PLACEHOLDERS and before is not shown:
+            increment_version(self._tensors)
+        elif before is Shown.PLACEHOLDERS and shown is not before:
+            _unsafe_set_version_counter(self._tensors, tuple([info.version for info in self.params]))
 
     @property
     def rounds(self) -> bool:
         """Return whether the parameters stay gathered, in fewer bits than their masters have."""
-        return not self.reshards and self.dtypes.compute != self.dtypes.master
+        return not self.plan.reshards and self.dtypes.compute != self.dtypes.master
 
     def hide_rounded(self, hides: bool) -> None:
         self.hides_rounded = hides
-        self.show(gathered=self.shows_values)
-
-    def show_masters(self, full: Tensor) -> None:
-        """Point the parameters at whole masters `full` [layout.numel], until `hide_masters`."""
-        self.shows_masters = True
-        self._values_are(here=True)
-        set_values(self.params, [self.part_of(full, info) for info in self.params], "present")
-
-    def hide_masters(self) -> None:
-        self.shows_masters = False
-        self.show(gathered=self.shows_values)
-
-    def hide_plain(self, *, gathered: bool) -> None:
-        self.is_plain = False
-        self.show(gathered)
-
-    def _values_are(self, *, here: bool) -> None:
-        """Raise versions when placeholders replace values, lower them when values return: [Note: version counters]."""
-        if here is self._values_here:
-            return  # raising twice would leave another version than the graph has saved
-        self._values_here = here
-        if here:
-            _unsafe_set_version_counter(self._tensors, tuple([info.version for info in self.params]))
-        else:
-            increment_version(self._tensors)
+        self.show(self._gathered)
 
 
 def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
@@ -490,7 +492,7 @@ def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pend
     comm = buckets[0].comm
     # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,
     # and run beside compute. Other buckets' values are in use until the current stream has replaced this rank's slice.
-    waits = comm.streams.on_free_memory if buckets[0].reshards else comm.streams.on
+    waits = comm.streams.on_free_memory if buckets[0].plan.reshards else comm.streams.on
     with waits("gather"):
         prepared = [bucket.prepare_gather(of_node=of_node) for bucket in buckets]
         return comm.all_gather_together(prepared, of_node=of_node)

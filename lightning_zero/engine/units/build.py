@@ -27,11 +27,7 @@ from lightning_zero.settings import ConfigError, Precision, ZeroConfig
 
 
 def materialise(
-    module: nn.Module,
-    unit: str,
-    units: Collection[str],
-    device: torch.device,
-    sources: Mapping[str, Tensor] | None = None,
+    module: nn.Module, unit: str, units: Collection[str], device: torch.device, sources: Mapping[str, Tensor]
 ) -> None:
     """Give the meta parameters and buffers of a unit memory and first values. Tied parameters stay tied.
 
@@ -40,7 +36,6 @@ def materialise(
     """
     if device.type == "meta":
         return
-    sources = sources or {}
     sourced = {id(p) for fqn, p in module.named_parameters(remove_duplicate=False) if fqn in sources}
     adapters: list[tuple[str, nn.Module]] = []
     own = list(_own_modules(module, unit, units))
@@ -165,14 +160,13 @@ def build_units(
     comm: Communicator,
     rows: Sequence[TierRow],
     tiers: Tiers,
-    sources: Mapping[str, Tensor] | None = None,
+    sources: Mapping[str, Tensor],
 ) -> list[Unit]:
     """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective.
 
     `rows` has the tiers of each unit. `sources` has first values by name, of which a rank reads its own parts. Raises
     ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on any rank.
     """
-    sources = sources or {}
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
     is_meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
@@ -207,7 +201,7 @@ def build_units(
 
 def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
     """Fill the bucket with first values: those in `sources`, and rank 0's for all other parameters. Collective."""
-    comm, dtype = bucket.comm, bucket.dtypes.master if bucket.trainable else bucket.dtypes.compute
+    comm, dtype = bucket.comm, bucket.dtypes.master if bucket.plan.trainable else bucket.dtypes.compute
     found = {
         info.slot: info.part_of_saved(sources[fqn])
         for info in bucket.params
@@ -225,7 +219,7 @@ def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
                 bucket.part_of(values, info).copy_(info.param.detach())
         comm.broadcast(values)
         own.copy_(values[low:high])
-        if not found and not bucket.reshards:
+        if not found and not bucket.plan.reshards:
             bucket.full.data.copy_(values)
         del values
     if found:

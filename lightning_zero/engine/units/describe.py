@@ -286,20 +286,18 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
         return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
     if (true := TRUE_DTYPES.get(precision)) is not None:
         reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else true
-        return _with_wire(Dtypes(compute=true, master=true, reduce=reduce, grad=true, wire=reduce), config)
+        return _with_wire(Dtypes(compute=true, master=true, reduce=reduce, grad=true, wire=reduce))
     if precision is Precision.fp32:
         return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
     reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else wide
     grad = _DTYPES[config.precision.grad_dtype] if config.precision.grad_dtype else wide
     compute = own if keeps_fp32 or own.itemsize > 4 else AUTOCAST_DTYPES[precision]
-    return _with_wire(Dtypes(compute=compute, master=wide, reduce=reduce, grad=grad, wire=reduce), config)
+    return _with_wire(Dtypes(compute=compute, master=wide, reduce=reduce, grad=grad, wire=reduce))
 
 
-def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
+def _with_wire(dtypes: Dtypes) -> Dtypes:
     made_narrow = (dtypes.compute, dtypes.reduce) == (torch.bfloat16, torch.float32)
-    if not made_narrow:
-        return dtypes
-    return replace(dtypes, wire=dtypes.compute, exchanged=True)
+    return replace(dtypes, wire=dtypes.compute, exchanged=True) if made_narrow else dtypes
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:

@@ -61,12 +61,6 @@ class FlatBuffer:
         if storage.resizable():
             storage.resize_(0)
 
-    def view(self, start: int, shape: torch.Size, strides: Sequence[int]) -> Tensor:
-        """Return a view of `data` from element `start` on."""
-        if self.allocated:
-            return self.data.as_strided(shape, strides, start)
-        raise RuntimeError("views are made while the buffer has memory")
-
 
 def references(tensor: Tensor) -> int:
     """Return how many tensors share the memory of ``tensor``, in autograd graphs too."""

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.device import recording
@@ -69,14 +68,9 @@ class Unit:
         self.plans_changed()
 
     def plans_changed(self) -> None:
-        self.resharded = [bucket for bucket in self.buckets if bucket.reshards]
+        self.resharded = [bucket for bucket in self.buckets if bucket.plan.reshards]
         self.reshards = bool(self.resharded)
         self.gathered_nbytes = sum(b.full.nbytes for b in self.resharded)
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` lies in a buffer whose memory is freed when the unit is dropped."""
-        storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-        return any(storage == b.full.data.untyped_storage()._cdata for b in self.resharded)
 
     def _enter(self, state: State) -> None:
         if (self.state, state) not in LEGAL:
@@ -103,7 +97,7 @@ class Unit:
     def _issue(self, buckets: Sequence[Bucket], *, of_node: bool = False) -> None:
         together: list[Bucket] = []
         if buckets and buckets[0].comm.streams.are_there:
-            together = [b for b in buckets if of_node or not b.gathers_from_host]
+            together = [b for b in buckets if of_node or not b.plan.gathers_from_host]
         for comm in dict.fromkeys(bucket.comm for bucket in together):
             self.pending.append(gather_together([b for b in together if b.comm is comm], of_node=of_node))
         # One by one, so that `abandon` can end the earlier gathers if a later one cannot be issued.
@@ -129,7 +123,7 @@ class Unit:
             # Cleared after all waits: if one raises, the unit stays GATHERING, and `abandon` ends the pending gathers.
             self.pending = []
             for bucket in self.buckets:
-                if bucket.reshards or bucket.gathers_after_step:
+                if bucket.plan.reshards or bucket.plan.gathers_after_step:
                     bucket.show(gathered=True)
             self._enter(State.GATHERED)
 

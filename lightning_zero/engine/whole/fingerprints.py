@@ -51,7 +51,7 @@ def differing_replicas(engine: Engine) -> Tensor:
     rows = {size: sum(sizes[:kind]) + engine.comm.rank % size for kind, size in enumerate(sizes)}
     own[0, [*rows.values()]] = 0
     for unit in engine.units:
-        for bucket in (bucket for bucket in unit.buckets if not bucket.reshards):
+        for bucket in (bucket for bucket in unit.buckets if not bucket.plan.reshards):
             unit.unshard_wait()
             row = own[0, rows[bucket.params[0].split.parts if bucket.params[0].split is not None else 1]]
             for info in bucket.params:

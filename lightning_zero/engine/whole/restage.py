@@ -88,12 +88,10 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
         engine.passes.after_step.use_cores(share.cpus)
     except BaseException as error:
         weakref.finalize(engine, before.close)  # the old tiers still hold some values
-        engine.passes.after_step.fail(
-            RuntimeError(
-                f"the module was being restaged when this was raised: {type(error).__name__}: {error}\nSome of its "
-                "values are where they were and others where they are to be, so that training cannot go on. Build the "
-                "module anew, and go on from the last checkpoint."
-            )
+        engine.passes.after_step.failed = RuntimeError(
+            f"the module was being restaged when this was raised: {type(error).__name__}: {error}\nSome of its "
+            "values are where they were and others where they are to be, so that training cannot go on. Build the "
+            "module anew, and go on from the last checkpoint."
         )
         raise
     engine.config = config
@@ -161,7 +159,7 @@ def _make_tiers(
     engine: Engine, config: ZeroConfig, share: Share, instances: Collection[int]
 ) -> tuple[Tiers, list[BucketPlan]]:
     groups = [
-        UnitGroup(unit.name, [BucketGroup(b.params, b.dtypes, b.trainable, b.plan.whole) for b in unit.buckets])
+        UnitGroup(unit.name, [BucketGroup(b.params, b.dtypes, b.plan.trainable, b.plan.whole) for b in unit.buckets])
         for unit in engine.units
     ]
     counts = {sharded: sharded.states_per_element() for sharded in engine.optimizers}
@@ -202,7 +200,7 @@ def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, State]]) -> N
     keeps_grad = (
         keeps_storage and bucket.plan.grads_on_host == plan.grads_on_host and bucket.is_on(plan.tiers.grad, tiers)
     )
-    storage, came_whole = bucket.storage, not bucket.reshards
+    storage, came_whole = bucket.storage, not bucket.plan.reshards
     with opened(storage) as master:
         # Messages first: the calls below may fail on one rank alone.
         values, grad = master, None

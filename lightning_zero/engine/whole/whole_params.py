@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from lightning_zero.engine.passes.access import Writes
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, values_changed
-from lightning_zero.engine.units.unit import State
 from lightning_zero.optimizers.state_trees import same_bits
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes, on_the_way_nbytes, reason_not_to_fit
@@ -60,30 +59,25 @@ def take_shown_over(engine: Engine) -> None:
 
 @outside_autograd
 def masters_changed(engine: Engine, changed: set[Bucket] | None = None) -> None:
-    """Update compute parameters on all ranks after the masters of the buckets ``changed`` have changed. Collective.
-
-    The caller must have copied these masters to its compute parameters. ``changed`` None: do that here for all buckets.
-    """
-    if changed is None:
-        changed = set(engine.buckets)
-        for bucket in engine.comm.long_work.items(engine.buckets, "parameters from masters, in buckets"):
-            with opened(bucket.storage):
-                bucket.copy_master_to_params()
-    engine.passes.masters_changed(changed)
+    """Update compute parameters on all ranks after the masters of the buckets ``changed`` (None: of all) have changed.
+    Collective."""
+    buckets = [bucket for bucket in engine.buckets if changed is None or bucket in changed]
+    for bucket in engine.comm.long_work.items(buckets, "parameters from masters, in buckets"):
+        with opened(bucket.storage):
+            bucket.copy_master_to_params()
+    engine.passes.masters_changed(set(buckets))
 
 
 def gathered_buckets(engine: Engine) -> list[Bucket]:
     """Return the buckets whose parameters hold whole masters now, inside ``gather()`` or between Trainer runs."""
-    return [bucket for bucket in engine.buckets if bucket.is_plain]
+    return [bucket for bucket in engine.buckets if bucket.shown is Shown.PLAIN]
 
 
 def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
-    for unit in engine.units:
-        for bucket in unit.buckets:
-            if bucket in shown:
-                # The masters have users' writes by now, or an exception has discarded the writes.
-                engine.passes.writes.forget(bucket)
-                bucket.hide_plain(gathered=not bucket.reshards or unit.state is State.GATHERED)
+    for bucket in shown:
+        # The masters have users' writes by now, or an exception has discarded the writes.
+        engine.passes.writes.forget(bucket)
+        bucket.hide_whole()
 
 
 # -- gather() ---------------------------------------------------------------------------------------------------------
@@ -119,7 +113,7 @@ def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None
             "gather(from_rank=): expected parameters that a rank has whole, got split ones. Write this rank's part on "
             "all ranks, or load a state dict."
         )
-    buckets = [b for b in engine.buckets if b in wanted and not b.is_plain]
+    buckets = [b for b in engine.buckets if b in wanted and b.shown is not Shown.PLAIN]
     shown: dict[Bucket, _Full] = {}
     put_back: Callable[[], None] = lambda: None  # noqa: E731
     engine.passes.writes.write_backs.append(partial(_write_back, engine.passes.writes, shown, from_rank))
@@ -163,7 +157,7 @@ def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[B
         grad = bucket.grad if grads else None
         full_grad = bucket.gathered([(0, grad)], grad.dtype, "gradients") if grad is not None else None
         shown[bucket] = _Full(full, full_grad)
-        bucket.show_plain(bucket.part_of(full, info) for info in bucket.params)
+        bucket.show_whole(Shown.PLAIN, (bucket.part_of(full, info) for info in bucket.params))
         for info in bucket.params:
             if full_grad is not None and info.param.grad is not None:
                 part = bucket.part_of(full_grad, info)
@@ -183,25 +177,17 @@ def _write_back(writes: Writes, shown: dict[Bucket, _Full], from_rank: int | Non
         if from_rank is not None:
             bucket.comm.broadcast(full, from_rank)
         values_changed(replaced if from_rank is None else bucket.params)
-        low, high = bucket.owned_range
         with opened(bucket.storage) as master:
-            own = full[low:high].to(master.device)
-            if not same_bits(master, own):  # equal values need no write to a file
-                if not bucket.trainable:
-                    writes.note_rounded(bucket, bucket.params[0], in_gather=True)
-                with opened(bucket.storage, changed=True):
-                    master.copy_(own)
-                    if bucket.reshards:
-                        bucket.copy_master_to_params()
-        # Update the compute parameters completely: no gather follows that would bring the other ranks' slices.
-        if not bucket.reshards or bucket.full.allocated:
-            bucket.full.data.copy_(full)
-        bucket.node_shard.becomes(full)
+            # Equal values need no write to a file.
+            changed = not same_bits(master, full[slice(*bucket.owned_range)].to(master.device))
+            if changed and not bucket.plan.trainable:
+                writes.note_rounded(bucket, bucket.params[0], in_gather=True)
+            bucket.write_whole(full, masters=changed)
         if full_grad is not None and bucket.grad is not None:
             for info in bucket.params:
                 if info.param.grad is not None:
                     bucket.part_of(full_grad, info).copy_(info.param.grad)
-            bucket.grad.copy_(full_grad[low:high])
+            bucket.grad.copy_(full_grad[slice(*bucket.owned_range)])
 
 
 @outside_autograd
@@ -412,7 +398,7 @@ def _show(engine: Engine, copy: HostCopy) -> None:
             if isinstance(info.param.grad, ShardedGrad):
                 copy.grads.append((info.param, info.param.grad))
             info.param.grad = None
-        bucket.show_plain(next(values).value for _ in bucket.params)
+        bucket.show_whole(Shown.PLAIN, (next(values).value for _ in bucket.params))
     copy.put_back = engine.passes.hooks.lift_off(keep_engine=True)
     engine.passes.hooks.idle = True
     if engine.comm.device.type != "cpu":
@@ -455,11 +441,7 @@ def _take_over(engine: Engine) -> None:
             value.copy_(values)
         if info.param.data_ptr() != value.data_ptr():
             info.param.data.copy_(values)
-    changed = {param.bucket for param in shown}
-    for bucket in changed:
-        with opened(bucket.storage) as _:
-            bucket.copy_master_to_params()
-    masters_changed(engine, changed)
+    masters_changed(engine, {param.bucket for param in shown})
     engine.passes.wait_for_all()
     copy.equals_masters(engine.buckets)
 

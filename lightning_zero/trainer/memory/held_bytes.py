@@ -41,7 +41,7 @@ def held_bytes(engine: Engine) -> Bytes:
 
     for bucket in engine.buckets:
         plan, tiers = bucket.plan, bucket.plan.tiers
-        if not bucket.reshards:
+        if not bucket.plan.reshards:
             add(Role.compute_param, Tier.device, bucket.full.data)
         add(Role.compute_param, tiers.compute_param, bucket.param_store.memory)
         for info in bucket.params:

@@ -359,13 +359,13 @@ class Checkpoints:
                 f"{len(optimizers)}: the first {min(len(states), len(optimizers))} are loaded, and those "
                 "without a state start anew. Give the optimizers it was saved with to go on as it was."
             )
-        frozen = [bucket for bucket in self._strategy.engine.buckets if not bucket.trainable]
+        frozen = [bucket for bucket in self._strategy.engine.buckets if not bucket.plan.trainable]
         pairs = self._check_optimizers(states)
         scheduled = [config.scheduler.optimizer for config in self._strategy.lr_scheduler_configs]
         warn_of_overruled(pairs, scheduled, self._loaded_from)
         for optimizer, state in pairs:
             state_dicts.load_optimizer_state(self._strategy.engine, optimizer, state)
-        if any(bucket.trainable for bucket in frozen):  # weights loaded while frozen were rounded
+        if any(bucket.plan.trainable for bucket in frozen):  # weights loaded while frozen were rounded
             # Averaging callbacks save the averages as the module's state.
             weights = checkpoint.get("current_model_state", checkpoint["state_dict"])
             self._load_into_shards(self._strategy.engine, checkpoint, weights, strict=False)
