@@ -144,7 +144,7 @@ USES_PICKLE = {
     "checkpoint.sharded.read": "weights_only of torch.load is the user's word",
     "trainer.launchers": "forks; Lightning gets the result of a child from a queue that only the two have",
     "ranks.watchdog": "has a function called when a process of multiprocessing ends",
-    "engine.whole.held": "copies objects of this process, by bytes that never leave its memory",
+    "trainer.saves.held": "copies objects of this process, by bytes that never leave its memory",
     "app.check": "a child takes its arguments from its parent, by a pipe",
 }
 

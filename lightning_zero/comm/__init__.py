@@ -10,6 +10,5 @@
     reduction     operations in flight
     agreements    small messages by which ranks agree, also before a communicator exists
     sequence      messages among the ranks that share a sequence
-    streams       CUDA streams of one engine, one for each kind of transfer
     share         what a rank shares with the other ranks of its machine: memory, disks, cores
 """

@@ -13,9 +13,9 @@ kinds has a group. Where the host waits for messages, it issues the gather half 
 half complete, at a moment that differs between ranks. So this half has a third group. What decides about a collective
 must therefore be equal on all ranks: a plan, an agreement, rank 0's order; never how far this rank's threads have got.
 
-On CUDA each kind has a stream (``streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it would use
-another stream with compute's priority. The host never waits. An operation waits for what its issuing stream has
-queued."""
+On CUDA each kind has a stream (``device/streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it
+would use another stream with compute's priority. The host never waits. An operation waits for what its issuing stream
+has queued."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from torch import Tensor
 from lightning_zero.comm.agreements import collect_objects, gather_objects, gather_on, open_waits, together
 from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_for, even_alone
 from lightning_zero.comm.reduction import Pending, Reduction
-from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import Members, Sent, all_gather_single, choose_transport
 from lightning_zero.device import accelerator_of, recording
+from lightning_zero.device.streams import Streams
 from lightning_zero.planning.topology import Topology, flat
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.ranks.waits import Waits
@@ -104,6 +104,7 @@ class Communicator:
         self.sum_rank, self.sum_size = (summing.index(self.rank), len(summing)) if summing else (0, 0)
         self.waits.all_take_part = len(self.topology.shard_groups) == 1 and not (neighbours or summing)
         self.streams: Streams = beside.streams if beside is not None else Streams(accelerator_of(device))
+        self._new = partial(Pending, self.streams, self.waits)  # a handle of an operation
         self.queues = self.streams.are_there
         self.long_work = long_work
         # Logical operations by kind and bucket, and functions that are called with these when one is issued.
@@ -343,7 +344,7 @@ class Communicator:
         """Issue the gather of ``full``, or of all tensors ``together``, of which ``full`` is the first."""
         if self._groups is None or self._groups.gather is None:
             # The current stream may still be copying the bytes.
-            return Pending(self, label, [], lambda: full, kind="transfer", event=self.streams.mark())
+            return self._new(label, [], lambda: full, kind="transfer", event=self.streams.mark())
         # Counted apart from its all-reduce: see [Note: what resume may trust].
         self._groups.issued["second_half"] += group == "second_half"
         kind = "reduce" if group == "second_half" else "gather"
@@ -374,7 +375,7 @@ class Communicator:
         in_levels = total_dtype is not None and self.sum_size > 0
         if self._groups is None:
             same = lambda: full if factor == 1.0 else full.mul_(factor)  # noqa: E731
-            return Reduction(Pending(self, label, [], same, kind="reduce"))
+            return Reduction(self._new(label, [], same, kind="reduce"))
         with self.streams.on("reduce") as stream:
             span = recording.begin("reduce", label, on_host=not self.queues)
             works: list[Any] = []
@@ -398,7 +399,7 @@ class Communicator:
             return Reduction(first)
         later: list[Callable[[Tensor], Pending]] = []
         if in_levels:
-            later.append(lambda sums: Pending(self, label, *self._sum_nodes(sums), kind="reduce"))
+            later.append(lambda sums: self._new(label, *self._sum_nodes(sums), kind="reduce"))
         if self._groups.replicate is not None:
             later.append(partial(self._sum_replicas, label))
         if whole:  # the sum is complete then, so nothing reads the old contents of ``full`` any more
@@ -450,7 +451,7 @@ class Communicator:
 
     def _sum_replicas(self, label: str, shard: Tensor) -> Pending:
         data = shard.cpu()  # no copy if on the host
-        return Pending(self, label, [self._issue_sum(data)], lambda: data.to(shard.device), kind="reduce")
+        return self._new(label, [self._issue_sum(data)], lambda: data.to(shard.device), kind="reduce")
 
     def _issue_sum(self, shard: Tensor, *, async_op: bool = True) -> Any:
         assert self._groups is not None
@@ -474,13 +475,13 @@ class Communicator:
         if stream is None or not self.queues:
             if span is not None:
                 end_with(works, span)
-            return Pending(self, label, works, finish, kind=kind, keep=keep)
+            return self._new(label, works, finish, kind=kind, keep=keep)
         self._wait_in_stream(works)
         # Last: whoever waits for the event must also wait for what ``finish`` has queued.
         result = finish()
         if span is not None:
             span.end()
-        return Pending(self, label, [], lambda: result, kind=kind, event=self.streams.mark(), keep=keep)
+        return self._new(label, [], lambda: result, kind=kind, event=self.streams.mark(), keep=keep)
 
     # -- waiting, counting ----------------------------------------------------------------------------------------
 

@@ -8,22 +8,22 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zero.device import recording
-
-if TYPE_CHECKING:
-    from lightning_zero.comm.communicator import Communicator
+from lightning_zero.device.streams import Streams
+from lightning_zero.ranks.waits import Waits
 
 
 @dataclass(eq=False)
 class Pending:
     """Handle of one operation in flight. Call ``wait`` to use the operation's result on the current stream."""
 
-    _comm: Communicator
+    _streams: Streams
+    _waits: Waits
     label: str
     _works: list[Any]
     _finish: Callable[[], Tensor] | None  # called once, after the works and the event; returns the result
@@ -35,7 +35,7 @@ class Pending:
 
     def done(self) -> bool:
         """Return whether ``wait`` would make neither the host nor the current stream wait."""
-        over = self.event is None or self._comm.streams.accelerator.is_over(self.event)
+        over = self.event is None or self._streams.accelerator.is_over(self.event)
         return over and all(work.is_completed() for work in self._works)
 
     def abandon(self, deadline: float) -> bool:
@@ -52,7 +52,7 @@ class Pending:
         return is_over
 
     def _wait_event(self) -> None:
-        self._comm.streams.wait(self.event)
+        self._streams.wait(self.event)
         self.event = None
 
     def wait(self) -> Tensor:
@@ -60,7 +60,7 @@ class Pending:
         if self._works or self.event is not None:
             with recording.stands(self.kind, self.label, on_host=bool(self._works)):
                 for work in self._works:
-                    self._comm.waits.wait_work(work, self.label, agrees=False)
+                    self._waits.wait_work(work, self.label, agrees=False)
                 self._works = []
                 # Before memory is dropped, so that compute's pool reuses it only after the event.
                 if self.event is not None:

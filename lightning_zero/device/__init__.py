@@ -4,6 +4,7 @@
 
     accelerator   the interface; its base class is the host, where everything happens at once
     cuda          a GPU, and which GPUs a host has
+    streams       CUDA streams of one engine, one for each kind of transfer
     host_threads  on which cores threads run, and how many torch's kernels on the host use
     recording     what compute waits for, how many bytes move, and when
 """

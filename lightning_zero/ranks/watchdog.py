@@ -21,15 +21,13 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, finalize, ref
 
 from lightning_zero.ranks.peers import DYING_S, Peers, RunningTime
-
-if TYPE_CHECKING:
-    from lightning_zero.ranks.waits import Waits
 
 EVERY_S = 2.0  # seconds between posts
 RANKS_AT_THIS_PACE = 512  # more ranks post less often, because all use one store
@@ -68,6 +66,20 @@ def within(seconds: float, ask: Callable[[], T], default: T) -> T:
     return found[0]
 
 
+class Watched(Protocol):
+    """What a watchdog reads of this rank's :class:`Waits`."""
+
+    rank: int
+    world_size: int
+    stall_timeout_s: float
+    place: str
+    issued: int
+    asked: Counter[str]
+
+    @property
+    def waiting(self) -> str: ...
+
+
 class Watchdog:
     """Posts what this rank is doing, watches other ranks, and ends this process if it is stuck while one is dead.
 
@@ -83,7 +95,7 @@ class Watchdog:
 
     def __init__(
         self,
-        watched: Waits,
+        watched: Watched,
         store: Any,
         *,
         number: int,
@@ -196,7 +208,7 @@ class Watchdog:
         if self._gone is None or limit_s < self._gone[1]:
             self._gone = who, limit_s
 
-    def _end_if_stuck(self, watched: Waits | None) -> None:
+    def _end_if_stuck(self, watched: Watched | None) -> None:
         state = (watched.place, watched.issued) if watched is not None else None
         still_s = self._trains.seconds(state)
         # A process that a person types into stands still while the person thinks.

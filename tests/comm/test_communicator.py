@@ -224,8 +224,10 @@ def test_only_what_all_ranks_have_issued_is_waited_for() -> None:
     comm = Communicator(None, CPU)
     for lands in (False, True):
         work = mock.Mock()
-        first = Pending(comm, "first", [] if lands else [work], lambda: torch.zeros(1))
-        reduction = Reduction(first, lambda _, work=work: Pending(comm, "later", [work], lambda: torch.zeros(1)))
+        first = Pending(comm.streams, comm.waits, "first", [] if lands else [work], lambda: torch.zeros(1))
+        reduction = Reduction(
+            first, lambda _, work=work: Pending(comm.streams, comm.waits, "later", [work], lambda: torch.zeros(1))
+        )
         assert not (lands and reduction.land())
         reduction.abandon(time.monotonic() + 3600)
         ((limit,), _) = work.wait.call_args

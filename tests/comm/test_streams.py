@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_zero.comm.reduction import SpareBuffers
-from lightning_zero.comm.streams import HELD, Streams
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.device.cuda import with_index
+from lightning_zero.device.streams import HELD, Streams
 from tests.engine.support import Model, Sharded, language_loss, tokens
 from tests.harness import on_ranks
 

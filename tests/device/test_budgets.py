@@ -21,7 +21,7 @@ BUCKETS = 4  # three blocks and the root, fp32
 HOWS = {"plain": PLAIN, "two micro-batches": (Step(2),) * 3, "clipped": (Step(clips=True),) * 3}
 
 ARRIVED = Wait("engine/units/grad_store.py: _wait", "event", main=False)
-LANDED = Wait("engine/units/grad_store.py: Landing._land", "event", main=False)
+LANDED = Wait("tiers/pinned.py: Landing._land", "event", main=False)
 TO_WRITE = Wait("engine/units/master_storage.py: HostStorage.open", "event", main=False)
 SENT = Wait("tiers/pinned.py: Sender.send", "event", main=False)
 READ_INTO = Wait("tiers/pinned.py: ReadAhead.take_buffer", "event")

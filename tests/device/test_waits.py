@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Pending
-from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import Members, PlainTransport, Sent, _reduce_scatter_single, all_gather_single
+from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.grad_store import Arrived, Claimed, Landing, _wait
+from lightning_zero.engine.units.grad_store import Arrived, Claimed, _wait
 from lightning_zero.engine.units.master_storage import copy_cast
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.tiers.pinned import ReadAhead, Sender
+from lightning_zero.tiers.pinned import Landing, ReadAhead, Sender
 from tests.device.simulate import FLAT, Case, Step, loss_of
 from tests.device.test_races import Trained, gathers, saves_and_loads, serves_others, steps_twice, trains_without_scopes
 
@@ -197,7 +197,7 @@ def writes_weights(engine: Any, model: Any, optimizer: Any) -> None:
 
 
 COMM, UNITS, PINNED = (f"lightning_zero.{name}." for name in ("comm", "engine.units", "tiers.pinned"))
-STREAMS, PENDING = f"{COMM}streams.Streams.", f"{COMM}reduction.Pending."
+STREAMS, PENDING = "lightning_zero.device.streams.Streams.", f"{COMM}reduction.Pending."
 COMMUNICATOR = f"{COMM}communicator.Communicator."
 TRANSPORT, STORAGE = f"{COMM}transports.PlainTransport.", f"{UNITS}master_storage."
 GRADS, BUCKET = f"{UNITS}grad_store.", f"{UNITS}bucket.Bucket."
@@ -238,7 +238,7 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "whoever looks at a gradient": (GRADS + "_wait", take_what_is_on_its_way, LOOKS),
     "a step, for its gradient": (GRADS + "Claimed.arrived", arrived_at_once, HOST),
     "a step, for what its gradient is multiplied by": (GRADS + "Claimed.arrived", multiplied_at_once, CLIPS),
-    "a sum, for a second gradient": (GRADS + "Landing._land", land_at_once, ADDS),
+    "a sum, for a second gradient": (PINNED + "Landing._land", land_at_once, ADDS),
     "files, for a buffer that is free": (
         PINNED + "Sender.send",
         send_through_what_is_in_use,

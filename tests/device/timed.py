@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.engine.units import grad_store, master_storage
+from lightning_zero.engine.units import master_storage
 from lightning_zero.optimizers import chunks
 from lightning_zero.planning.speed import Rates, least_seconds, work_of
 from lightning_zero.settings import ZeroConfig
@@ -164,7 +164,7 @@ def predict(
 @contextlib.contextmanager
 def _smaller(scale: float) -> Iterator[None]:
     """Buffers of a fixed size hold as much of the small model as they would of the large one."""
-    sizes = [(master_storage, "CAST_CHUNK"), (grad_store, "PAIR_NBYTES"), (pinned, "PAIR_NBYTES")]
+    sizes = [(master_storage, "CAST_CHUNK"), (pinned, "PAIR_NBYTES")]
     with contextlib.ExitStack() as stack:
         for module, name in [*sizes, (chunks, "MAX_CHUNK")]:
             size = max(256, int(getattr(module, name) / scale) // 64 * 64)

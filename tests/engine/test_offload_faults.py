@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.comm.streams import Streams
 from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.device.streams import Streams
 from lightning_zero.engine import Engine
 from lightning_zero.engine.units.after_step import StepJob, StepWorker, threads_of_steps
 from lightning_zero.engine.units.bucket import AwaitedStep

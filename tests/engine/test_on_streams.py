@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 import lightning_zero.device
-from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import DirectTransport, HostTransport
 from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.device.streams import Streams
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.units import grad_store
-from lightning_zero.engine.units.grad_store import Landing
 from lightning_zero.tiers import pinned
 from lightning_zero.tiers.host import HostTier
+from lightning_zero.tiers.pinned import Landing
 from tests.engine.sides import MakeOptimizer, Sharded, Work, adamw, sgd
 from tests.engine.support import PRECISIONS, assert_equal, check
 from tests.engine.test_hierarchy import accumulated, histories, history
@@ -185,7 +185,7 @@ def test_ranks_that_take_other_paths() -> None:
 @contextlib.contextmanager
 def streams() -> Iterator[None]:
     """Engines made inside have streams, and small buffers, so that what is large passes them in pieces."""
-    with STREAMS, mock.patch.object(grad_store, "PAIR_NBYTES", 1024), mock.patch.object(pinned, "PAIR_NBYTES", 1024):
+    with STREAMS, mock.patch.object(pinned, "PAIR_NBYTES", 1024):
         yield
 
 

@@ -22,12 +22,12 @@ from torch.distributed.tensor import Shard as SplitAlong
 
 import lightning_zero
 from lightning_zero.engine import Engine
-from lightning_zero.engine.whole import fingerprints
 from lightning_zero.engine.whole.state_dicts import load_optimizer_state, optimizer_state
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
 from lightning_zero.settings import ConfigError, ZeroConfig, make_config
+from lightning_zero.trainer import fingerprints
 from tests import models
 from tests.engine.sides import MakeOptimizer, Sharded, adamw, sgd
 from tests.engine.test_offload import offload

@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCall
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
 from lightning_zero.checkpoint.sharded import save as saving
+from lightning_zero.checkpoint.sharded import snapshot as snapshots
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.engine.whole import snapshot as snapshots
-from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.checkpoint.sharded.snapshot import Snapshot
 from lightning_zero.ranks.progress import Count
 from lightning_zero.settings import Stage
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves

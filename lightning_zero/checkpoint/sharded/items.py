@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
+from lightning_zero.checkpoint.sharded.snapshot import Snapshot
 from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage
-from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.engine.whole.values import Part, TensorParts, Unsharded
 from lightning_zero.planning.boxes import Box, boxes, memory_order
 from lightning_zero.pretrained.stored import StoredTensor

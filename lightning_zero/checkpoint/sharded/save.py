@@ -22,11 +22,11 @@ from torch import Tensor
 from lightning_zero.checkpoint.durable import begin_sync, leave, naming, written_aside
 from lightning_zero.checkpoint.sharded.index import EXTRA, SUFFIX, as_bytes, make_index, refuse_other_folder
 from lightning_zero.checkpoint.sharded.items import Entry, Item, items_of
+from lightning_zero.checkpoint.sharded.snapshot import Snapshot
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, together
-from lightning_zero.comm.streams import Streams
+from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.master_storage import FileStorage, FlatSlice, MasterStorage, opened
 from lightning_zero.engine.units.param import strides_of
-from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.progress import SILENT, Count, LongWork
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError

@@ -24,9 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.comm.streams import HELD, Streams
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
+from lightning_zero.device.streams import HELD, Streams
 from lightning_zero.engine.passes.containers import (
     Args,
     Kwargs,

@@ -22,10 +22,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from lightning_zero.comm.streams import Streams
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Accelerator, Event
 from lightning_zero.device.host_threads import set_own_threads
+from lightning_zero.device.streams import Streams
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Shown
 from lightning_zero.engine.units.master_storage import MasterStorage

@@ -21,7 +21,6 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, own_path, ranks_on_disk
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
-from lightning_zero.engine.units.grad_store import Landing
 from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role, place
@@ -42,7 +41,7 @@ from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadCo
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.nvme import NvmeTier
-from lightning_zero.tiers.pinned import ReadAhead, Sender
+from lightning_zero.tiers.pinned import Landing, ReadAhead, Sender
 
 IO_THREADS = 4  # a disk wants several requests in flight
 LANDING_THREADS = 4  # enough to keep up with a link: each adds a few GB/s

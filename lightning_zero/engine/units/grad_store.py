@@ -13,25 +13,22 @@ the gradient that the step has claimed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.streams import HELD, Streams
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
-from lightning_zero.device.host_threads import set_own_threads
+from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.planning.buckets import BucketPlan
-from lightning_zero.planning.memory import PAIR_NBYTES
 from lightning_zero.tiers.extents import Wanted
 from lightning_zero.tiers.host import HostTier
-from lightning_zero.tiers.pinned import PinnedPair
+from lightning_zero.tiers.pinned import Landing
 
 
 class Factor(NamedTuple):
@@ -239,78 +236,3 @@ def make_grad_store(
         assert plan.shards_master, "a norm that is found on the way is of elements that no other rank counts"
         return OnHost(tiers.host, label, numel, dtype, tiers.landing)
     return GradStore(dtype, streams)
-
-
-class Landing:
-    """Adds an engine's gradients of further micro-batches, in a thread, to those of earlier ones in host memory.
-
-    ::
-
-        reduce : reduction 1 | reduction 2
-        d2h    :              [piece 1][piece 2][piece 3]...      into two pinned buffers by turns
-        thread :                       [add 1]  [add 2]  [add 3]
-
-    `asked_norms` and `asked_finite` note which norms callers have asked for, and whether they need the finite check."""
-
-    def __init__(self, streams: Streams, threads: int) -> None:
-        """`threads`: how many threads torch's kernels use inside the thread that adds gradients."""
-        self.streams = streams
-        self.asked_norms: set[float] = set()
-        self.asked_finite = False
-        self._threads = threads
-        self._pair = PinnedPair(streams.accelerator)
-        self._pool: ThreadPoolExecutor | None = None
-        self._under_way: deque[tuple[Future[None], Tensor]] = deque()
-
-    def look(self, grad: Tensor) -> tuple[dict[float, Tensor], Tensor | None]:
-        """Compute on the device the norms (by norm type) and finite check of `grad` that callers asked for earlier."""
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        norms = {kind: torch._foreach_norm([grad], kind, dtype=wide)[0] for kind in sorted(self.asked_norms)}
-        return norms, torch.isfinite(grad).all() if self.asked_finite else None
-
-    def add(self, reduced: Tensor, target: Tensor) -> Future[None]:
-        """Add `reduced` [n], on the device, to pinned `target` [n] in a thread. Both are in use until the future ends.
-
-        Earlier copies to `target` must have been queued before this call."""
-        # Device memory is kept until this thread knows that the add has ended. The wait bounds how much is kept.
-        while self._under_way and (len(self._under_way) >= HELD or self._under_way[0][0].done()):
-            self._under_way.popleft()[0].exception()  # a read of the gradient raises the error
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "lightning_zero-landing")
-        future = self._pool.submit(self._add, reduced, target, self.streams.mark())
-        self._under_way.append((future, reduced))
-        return future
-
-    def _add(self, reduced: Tensor, target: Tensor, event: Event) -> None:
-        set_own_threads(self._threads)  # threads and device are settings of each thread
-        accelerator = self.streams.accelerator
-        accelerator.bind_thread()
-        length = PAIR_NBYTES // reduced.element_size()
-        before: tuple[Event, Tensor, Tensor] | None = None
-        with recording.profiled("transfer", "gradient"), torch.inference_mode(False), torch.no_grad():
-            for turn, low in enumerate(range(0, reduced.numel(), length)):
-                piece = reduced[low : low + length]
-                buffer = self._pair.buffer(turn, piece.dtype, piece.numel())
-                with self.streams.on("d2h", after=event):
-                    buffer.copy_(piece, non_blocking=True)
-                    arrived = self.streams.mark()
-                # Add the previous piece while this one is copied. The next piece reuses the previous one's buffer.
-                self._land(before)
-                before = arrived, buffer, target[low : low + length]
-            self._land(before)
-
-    def _land(self, piece: tuple[Event, Tensor, Tensor] | None) -> None:
-        if piece is not None:
-            arrived, buffer, target = piece
-            self.streams.accelerator.wait_on_host(arrived)
-            target.add_(buffer)  # add before rounding, as on the device
-
-    @property
-    def nbytes(self) -> int:
-        return self._pair.nbytes
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._under_way.clear()
-        self._pair.close()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,10 +32,7 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
-from lightning_zero.tiers.pinned import ReadAhead, Sender
-
-if TYPE_CHECKING:  # grad_store imports this module
-    from lightning_zero.engine.units.grad_store import Landing
+from lightning_zero.tiers.pinned import Landing, ReadAhead, Sender
 
 CAST_CHUNK = 1 << 22  # elements: little memory, and enough to keep a link busy
 

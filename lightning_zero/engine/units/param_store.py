@@ -4,7 +4,7 @@
 Views of weights that autograd saves (`weight.t()` in a linear layer) hold the storage object of a buffer, not its
 memory. So a :class:`FlatBuffer` keeps that object, and frees and takes memory by `untyped_storage().resize_`: the views
 are valid again after the next gather. In between, a read of one raises an error or crashes the process. On CUDA the
-memory belongs to the gather stream's pool; `comm/streams.py` says who waits for whom.
+memory belongs to the gather stream's pool; `device/streams.py` says who waits for whom.
 
 Between uses a :class:`ParamStore` holds the parameters. Its class depends on the plan's :class:`ParamsRest`::
 
@@ -24,9 +24,9 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.streams import Streams
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
+from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.master_storage import MasterStorage, Tiers
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.planning.buckets import BucketPlan, ParamsRest

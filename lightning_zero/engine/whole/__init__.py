@@ -5,8 +5,5 @@
     whole_params     shows whole parameters inside of gather() and between Trainer runs
     values           which rank saves which elements
     state_dicts      state dicts of the module and optimizers, saved from shards and loaded into them
-    held             parameters that lie in other parts of a checkpoint
-    snapshot         copies shards to the host for a thread that writes them
     restage          changes the stage or the offload setting
-    fingerprints     checksums of masters and state
 """

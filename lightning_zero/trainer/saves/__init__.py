@@ -8,6 +8,7 @@
     range_saves          one file, written by all ranks
     sharded_checkpoints  folders, written by all ranks
     background_saves     folders, written while training goes on
+    held                 parameters that lie in other parts of a checkpoint
     job_checkpoints      the checkpoint from which a restarted job resumes
     kept_files           last.ckpt, and files that a killed run has left
     checkpoint_fits      whether a checkpoint fits this model, and settings it overrides

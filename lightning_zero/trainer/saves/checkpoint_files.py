@@ -14,13 +14,13 @@ from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.checkpoint.verify import NOTHING, Report, check
 from lightning_zero.engine import Engine
-from lightning_zero.engine.whole.held import Make, fake_values, put_values, values_in_folder, whole_values
 from lightning_zero.lightning_api import CheckpointIO, rank_zero_info
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.settings import CheckpointFormat, ConfigError
 from lightning_zero.tiers.remote import INDEX, Place, is_folder, place
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves.checkpoint_io import load, with_default
+from lightning_zero.trainer.saves.held import Make, fake_values, put_values, values_in_folder, whole_values
 from lightning_zero.trainer.saves.range_saves import RangeSave
 from lightning_zero.trainer.saves.sharded_checkpoints import divide, read, refuse_writer
 

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.engine.whole.held import HELD
 from lightning_zero.engine.whole.values import TensorParts
 from lightning_zero.lightning_api import CheckpointIO, TorchCheckpointIO
 from lightning_zero.pretrained.stored import StoredTensor
@@ -33,6 +32,7 @@ from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.settings import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.tiers.remote import RemotePath, place
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
+from lightning_zero.trainer.saves.held import HELD
 
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
 RECORD = "lightning_zero_sharded"  # in meta.pt: the number of optimizers, and a module's entries that are not tensors

@@ -15,21 +15,19 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine import Engine
 from lightning_zero.engine.whole.state_dicts import gathered, parts_by_value, parts_of
 from lightning_zero.engine.whole.values import FakeTensors, TensorParts, Value
 from lightning_zero.engine.whole.whole_params import take_shown_over
 from lightning_zero.optimizers.state_trees import same_bits
 
-if TYPE_CHECKING:
-    from lightning_zero.engine.engine import Engine
-
 HELD = "lightning_zero_held"  # in a folder: values of parameters that meta.pt holds, and there these parameters
-Make = Callable[["Engine", Sequence[Value]], Mapping[Value, object]]
+Make = Callable[[Engine, Sequence[Value]], Mapping[Value, object]]
 
 
 class SavedParameter:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from lightning_zero.comm.streams import Streams
+from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage, ResidentStorage
 from lightning_zero.tiers.pages import HOST, HostPages
 
