@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine import Engine
+from lightning_zero.engine.build import Core
 from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer, Stepper
 from lightning_zero.layerwise.float8 import convert
@@ -102,7 +103,7 @@ def node_name() -> str:
     return f"{socket.gethostname()}/{number}"
 
 
-def _make_stepper(engine: Engine, around_step: AroundStep, optimizer: Optimizer) -> Stepper:
+def _make_stepper(engine: Core, around_step: AroundStep, optimizer: Optimizer) -> Stepper:
     """Return the object that steps ``optimizer``: flat slices, or whole tensors if its class or settings require
     them."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding

@@ -44,7 +44,7 @@ BUDGETS = {
     "private names of Lightning": 11,
     "keys of zero": 41,
     "public members of the strategy": 12,
-    "public members of Engine": 17,
+    "public members of Engine": 18,
     "words of README and docs": 30_090,
     "calls of a step": 1_590,
     "files of a step": 30,

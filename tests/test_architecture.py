@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -70,6 +71,12 @@ def test_imports_run_one_way() -> None:
             assert other is not None or own == "app", f"{imported} is no layer"
             if other is not None:
                 assert LAYERS.index(other) <= LAYERS.index(own), f"{own} imports {imported}"
+
+
+def test_files_below_the_strategy_import_one_way() -> None:
+    files = {name_of(path): path for path in in_layer(*BELOW_LIGHTNING) if path.stem != "__init__"}
+    imported = {name: {i.removeprefix("lightning_zero.") for i in imports_of(files[name])} for name in files}
+    graphlib.TopologicalSorter({name: found & files.keys() for name, found in imported.items()}).prepare()
 
 
 def imports_package(path: Path, *packages: str) -> list[str]:

@@ -3,7 +3,7 @@
 ::
 
     engine       the class Engine: the calls that other packages make
-    build        checks before an engine is made, and hooks on its modules
+    build        the parts of an engine, and how they are made
     units        the sharded parameters: their flat buffers, and the tiers that hold these
     passes       forward and backward: gathers, gradients, reductions
     steps        optimizers and offloaded steps

@@ -1,22 +1,48 @@
-"""Check a module before it is sharded, then register the engine's hooks on it and replace its units' forwards."""
+"""Make the parts of an engine: check a module, shard it, register hooks on it and replace its units' forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.optim import Optimizer
 
+from lightning_zero.comm.agreements import open_waits, together
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.share import Share, share_of_machine
+from lightning_zero.engine.passes.access import Access
 from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, compile_with
+from lightning_zero.engine.passes.gather_order import GatherOrder
+from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
+from lightning_zero.engine.passes.hooks import ENGINE, Hooks
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import Context, InputsOnHost, Recomputation, UnitForward, check_blocks
-from lightning_zero.engine.units import describe
-from lightning_zero.engine.units.unit import Unit
+from lightning_zero.engine.passes.writes import BufferSync, Writes
+from lightning_zero.engine.steps.interception import AroundStep
+from lightning_zero.engine.steps.optimizer import Stepper
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units import capacity, describe
+from lightning_zero.engine.units.after_step import AfterStep
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.build import build_units
+from lightning_zero.engine.units.describe import agree_on_model, agree_on_sources
+from lightning_zero.engine.units.master_storage import Tiers
+from lightning_zero.engine.units.param import make_plain
+from lightning_zero.engine.units.unit import Unit, Units
+from lightning_zero.engine.whole.host_copy import HostCopy
+from lightning_zero.pretrained import sources_from
+from lightning_zero.pretrained.conversions import forget
+from lightning_zero.ranks.progress import LongWork
 from lightning_zero.settings import (
     Compile,
     ConfigError,
+    Offload,
     Precision,
     Recompute,
     ZeroConfig,
@@ -24,6 +50,15 @@ from lightning_zero.settings import (
     check_state_dtype,
     make_folder,
 )
+
+# Weak references: the module owns its engine, and an engine may lead to its module (through a hook of an optimizer,
+# say). Strong ones would keep such modules alive.
+LIVE: weakref.WeakSet[Core] = weakref.WeakSet()
+
+
+def instances() -> set[int]:
+    """Return the numbers in file names of this process's file tiers. A new file tier takes another number."""
+    return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 
 def describe_checked(
@@ -43,8 +78,9 @@ def describe_checked(
     return groups
 
 
-def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> CompiledModules:
+def replace_forwards(module: nn.Module, units: Sequence[Unit], hooks: Hooks, config: ZeroConfig) -> CompiledModules:
     """Replace the forwards of ``units`` by ones that recompute activations or are compiled, as ``config`` asks."""
+    passes = hooks.passes
     keeping: Context = nullcontext
     if config.activation_checkpointing is Recompute.offload:
         streams = passes.comm.streams
@@ -52,7 +88,7 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
     forwards: dict[str, UnitForward] = {}
     for unit in units:
         block = module.get_submodule(unit.name)
-        forwards[unit.name] = forward = UnitForward(unit, block, passes.hooks)
+        forwards[unit.name] = forward = UnitForward(unit, block, hooks)
         if unit.name and describe.recomputes(block, config):
             forward.put_around(Recomputation(block, passes, keeping))
 
@@ -63,9 +99,8 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], passes: Passes, c
     return CompiledModules(module, forwards, blocks, refuse)
 
 
-def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig) -> None:
+def register_hooks(module: nn.Module, units: Sequence[Unit], hooks: Hooks, config: ZeroConfig) -> None:
     """Register hooks that gather and drop ``units``, cast outputs of fp32 modules, and refuse calls on placeholders."""
-    hooks = passes.hooks
     for unit in units:
         hooks.watch_unit(unit, module.get_submodule(unit.name))
     if config.dynamic_graph:
@@ -78,5 +113,135 @@ def register_hooks(module: nn.Module, units: Sequence[Unit], passes: Passes, con
     owned = {id(info.param) for unit in units for info in unit.infos}
     for inner in module.modules():
         if any(id(p) in owned for p in inner.parameters()):
-            hooks.guard_module(inner, passes.fence.refuse)
-    passes.watch_trainable()
+            hooks.guard_module(inner, hooks.passes.fence.refuse)
+    hooks.passes.watch_trainable()
+
+
+class Core:
+    """Makes the parts of an :class:`Engine`, on which the functions of ``whole/`` work.
+
+    Attributes:
+        config: the settings, with the stage and offload of the last :meth:`Engine.restage`.
+        optimizers: one stepper for each optimizer, in the order in which :meth:`Engine.add_optimizer` was called.
+        host_copy: a copy of all parameters on the host, which users see between two Trainer runs, or None.
+    """
+
+    @outside_autograd
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ZeroConfig,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        node: str,
+        sources: Mapping[str, Tensor] | None = None,
+        *,
+        make_stepper: Callable[[Core, AroundStep, Optimizer], Stepper],
+        has_values: bool = False,
+        long_work: LongWork | None = None,
+    ) -> None:
+        self.config = config
+        self._make_stepper = make_stepper
+        self._module = weakref.ref(module)
+        self._group = group
+        self._closing: weakref.finalize[..., object] | None = None
+        self.tiers = Tiers()
+        self.host_copy: HostCopy | None = None
+        long_work = long_work or LongWork(group is None or dist.get_rank(group) == 0)
+        precision = config.precision.name or Precision.fp32
+        share = self._shard(module, group, device, node, sources or {}, has_values, precision, long_work)
+        self.optimizers: list[Stepper] = []
+        issued = IssuedReductions()
+        after_step = AfterStep(self.units, self.comm.streams, share.cpus)
+        self.passes = Passes(
+            self.units,
+            self.comm,
+            order=GatherOrder(
+                self.units,
+                self.comm,
+                issued,
+                after_step,
+                prefetch_bytes=config.prefetch_bytes,
+                keep_bytes=config.keep_gathered_bytes,
+                dynamic=config.dynamic_graph,
+            ),
+            reducer=Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes),
+            after_step=after_step,
+            writes=Writes(self.buckets, self.comm),
+            buffers=BufferSync(module, self.comm),
+            config=config,
+            precision=precision,
+        )
+        self.hooks = self.passes.hooks = Hooks(self.passes)
+        self.passes.steppers = self.optimizers
+        self._around_step = AroundStep(self.units, self.passes)
+        self._access = Access(self.units, self.passes)
+        self.compiled = replace_forwards(module, self.units, self.hooks, config)
+        register_hooks(module, self.units, self.hooks, config)
+        for unit in self.units:
+            unit.before_drop = self.passes.writes.take_over
+        # Last, so that nobody finds an engine whose construction raised.
+        LIVE.add(self)
+        module.__dict__[ENGINE] = self
+
+    def _shard(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        node: str,
+        sources: Mapping[str, Tensor],
+        has_values: bool,
+        precision: Precision,
+        long_work: LongWork,
+    ) -> Share:
+        """Check settings; make communicator, tiers and units. Return this rank's share of its machine. Collective."""
+        config = self.config
+        waits = open_waits(group, device, config.stall_timeout_s)
+        try:
+            is_sharded = any(engine._module() is module for engine in LIVE)
+            check = partial(describe_checked, module, config, precision, group, is_sharded)
+            groups = together(group, waits, "sharding a module", check)
+            agree_on_model(groups, group, waits)
+            if config.init_from is not None and device.type != "meta":
+                warn = group is None or dist.get_rank(group) == 0
+                find = partial(sources_from, config.init_from, module, warn=warn, only_meta=has_values)
+                sources = {**together(group, waits, "finding first values", find), **sources}
+            agree_on_sources(sources, group, waits)
+            topology = capacity.find_topology(groups, config, group, device, node, waits)
+            self.comm = Communicator(group, device, topology=topology, waits=waits, long_work=long_work)
+            share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
+            self.tiers, rows = capacity.make_tiers(groups, config, self.comm, instances(), share)
+            self.units = Units(build_units(module, groups, config, self.comm, rows, self.tiers, sources))
+            self.units.connect()
+            forget()
+        except BaseException:
+            # The module may be sharded again: free files, locks and threads, and restore the parameters' classes.
+            self.tiers.close()
+            waits.close()
+            make_plain(module.parameters())
+            raise
+        return share
+
+    @property
+    def tiers(self) -> Tiers:
+        return self._tiers
+
+    @tiers.setter
+    def tiers(self, tiers: Tiers) -> None:
+        """Use ``tiers``, and close them when the engine is freed. The caller has to close the previous tiers."""
+        if self._closing is not None:
+            self._closing.detach()
+        self._tiers = tiers
+        # The finalizer also runs when the process ends. It must not hold the engine, which it would keep alive.
+        self._closing = weakref.finalize(self, tiers.close)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the module that was sharded is gone: keep a reference to it"
+        return module
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self.units.buckets

@@ -3,10 +3,10 @@
 ::
 
     engine.comm         the messages between ranks, and the progress of long work
+    engine.hooks        call the engine when modules are called and gradients arrive
     engine.units        the shards: units, their buckets, and the place of each parameter in them
     engine.tiers        the host memory and the files of offloaded shards
     engine.passes       forwards and backwards, and waits for their unfinished messages and steps; its parts:
-                        hooks          call the engine when modules are called and gradients arrive
                         order          issues gathers, in the same order on all ranks
                         reducer        reduces gradients into shards
                         sharded_grads  ``param.grad`` as users see it, norms and clipping
@@ -24,54 +24,28 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from lightning_zero.comm.agreements import open_waits, together
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.share import Share, share_of_machine
-from lightning_zero.engine import build
-from lightning_zero.engine.passes.access import Access, BufferSync, Writes
-from lightning_zero.engine.passes.gather_order import GatherOrder
-from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
+from lightning_zero.engine.build import LIVE, Core, instances
 from lightning_zero.engine.passes.hooks import ENGINE
-from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.units.after_step import AfterStep
-from lightning_zero.engine.units.bucket import Bucket, Shown
-from lightning_zero.engine.units.build import build_units
-from lightning_zero.engine.units.describe import agree_on_model, agree_on_sources
-from lightning_zero.engine.units.master_storage import Tiers
-from lightning_zero.engine.units.param import disown, make_plain
-from lightning_zero.engine.units.unit import Units
+from lightning_zero.engine.units.bucket import Shown
+from lightning_zero.engine.units.param import disown
 from lightning_zero.engine.whole import state_dicts, whole_params
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
 from lightning_zero.engine.whole.values import FakeTensors, all_entries
 from lightning_zero.optimizers.state_trees import Saved, State
-from lightning_zero.pretrained import sources_from
-from lightning_zero.pretrained.conversions import forget
-from lightning_zero.ranks.progress import LongWork
-from lightning_zero.settings import ConfigError, Offload, Precision, ZeroConfig, names_arguments, with_rows
+from lightning_zero.settings import ConfigError, names_arguments, with_rows
 
-# Weak references: the module owns its engine, and an engine may lead to its module (through a hook of an optimizer,
-# say). Strong ones would keep such modules alive.
-LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 LARGE_NUMEL = 1 << 24  # of parameters whose optimizer state takes more time than a garbage collection
-
-
-def _instances() -> set[int]:
-    """Return the numbers in file names of this process's file tiers. A new file tier takes another number."""
-    return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -80,17 +54,11 @@ def engine_of(module: nn.Module) -> Engine | None:
 
 
 def engines() -> list[Engine]:
-    return list(LIVE)
+    return [engine for engine in LIVE if isinstance(engine, Engine)]
 
 
-class Engine:
-    """Shards one module over one process group by ZeRO, and gathers its parameters for each use.
-
-    Attributes:
-        config: the settings, with the stage and offload of the last :meth:`restage`.
-        optimizers: one stepper for each optimizer, in the order in which :meth:`add_optimizer` was called.
-        host_copy: a copy of all parameters on the host, which users see between two Trainer runs, or None.
-    """
+class Engine(Core):
+    """Shards one module over one process group by ZeRO, and gathers its parameters for each use."""
 
     # A module shown whole between Trainer runs holds its engine, but its copies and pickles must be plain modules.
     def __deepcopy__(self, memo: object) -> None:
@@ -98,127 +66,6 @@ class Engine:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-    @outside_autograd
-    def __init__(
-        self,
-        module: nn.Module,
-        config: ZeroConfig,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        node: str,
-        sources: Mapping[str, Tensor] | None = None,
-        *,
-        make_stepper: Callable[[Engine, AroundStep, Optimizer], Stepper],
-        has_values: bool = False,
-        long_work: LongWork | None = None,
-    ) -> None:
-        self.config = config
-        self._make_stepper = make_stepper
-        self._module = weakref.ref(module)
-        self._group = group
-        self._closing: weakref.finalize[..., object] | None = None
-        self.tiers = Tiers()
-        self.host_copy: whole_params.HostCopy | None = None
-        first = group is None or dist.get_rank(group) == 0
-        if long_work is None:
-            long_work = LongWork(first)
-        precision = config.precision.name or Precision.fp32
-        share = self._shard(module, group, device, node, sources or {}, has_values, precision, long_work)
-        self.optimizers: list[Stepper] = []
-        issued = IssuedReductions()
-        after_step = AfterStep(self.units, self.comm.streams, share.cpus)
-        self.passes = Passes(
-            self.units,
-            self.comm,
-            order=GatherOrder(
-                self.units,
-                self.comm,
-                issued,
-                after_step,
-                prefetch_bytes=config.prefetch_bytes,
-                keep_bytes=config.keep_gathered_bytes,
-                dynamic=config.dynamic_graph,
-            ),
-            reducer=Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes),
-            after_step=after_step,
-            writes=Writes(self.buckets, self.comm),
-            buffers=BufferSync(module, self.comm),
-            config=config,
-            precision=precision,
-        )
-        self.passes.steppers = self.optimizers
-        self._around_step = AroundStep(self.units, self.passes)
-        self._access = Access(self.units, self.passes)
-        self.compiled = build.replace_forwards(module, self.units, self.passes, self.config)
-        build.register_hooks(module, self.units, self.passes, config)
-        for unit in self.units:
-            unit.before_drop = self.passes.writes.take_over
-        # Last, so that nobody finds an engine whose construction raised.
-        LIVE.add(self)
-        module.__dict__[ENGINE] = self
-
-    def _shard(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        node: str,
-        sources: Mapping[str, Tensor],
-        has_values: bool,
-        precision: Precision,
-        long_work: LongWork,
-    ) -> Share:
-        """Check settings; make communicator, tiers and units. Return this rank's share of its machine. Collective."""
-        config = self.config
-        waits = open_waits(group, device, config.stall_timeout_s)
-        try:
-            sharded_by = engine_of(module)
-            describe_checked = partial(build.describe_checked, module, config, precision, group, sharded_by is not None)
-            groups = together(group, waits, "sharding a module", describe_checked)
-            agree_on_model(groups, group, waits)
-            if config.init_from is not None and device.type != "meta":
-                warn = group is None or dist.get_rank(group) == 0
-                find = partial(sources_from, config.init_from, module, warn=warn, only_meta=has_values)
-                sources = {**together(group, waits, "finding first values", find), **sources}
-            agree_on_sources(sources, group, waits)
-            topology = capacity.find_topology(groups, config, group, device, node, waits)
-            self.comm = Communicator(group, device, topology=topology, waits=waits, long_work=long_work)
-            share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
-            self.tiers, rows = capacity.make_tiers(groups, config, self.comm, _instances(), share)
-            self.units = Units(build_units(module, groups, config, self.comm, rows, self.tiers, sources))
-            self.units.connect()
-            forget()
-        except BaseException:
-            # The module may be sharded again: free files, locks and threads, and restore the parameters' classes.
-            self.tiers.close()
-            waits.close()
-            make_plain(module.parameters())
-            raise
-        return share
-
-    @property
-    def tiers(self) -> Tiers:
-        return self._tiers
-
-    @tiers.setter
-    def tiers(self, tiers: Tiers) -> None:
-        """Use ``tiers``, and close them when the engine is freed. The caller has to close the previous tiers."""
-        if self._closing is not None:
-            self._closing.detach()
-        self._tiers = tiers
-        # The finalizer also runs when the process ends. It must not hold the engine, which it would keep alive.
-        self._closing = weakref.finalize(self, tiers.close)
-
-    @property
-    def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None, "the module that was sharded is gone: keep a reference to it"
-        return module
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self.units.buckets
 
     @outside_autograd
     def release(self) -> None:
@@ -238,7 +85,7 @@ class Engine:
         passes.writes.take_all_over()
         if confirms:
             passes.writes.confirm_if_any()
-        passes.hooks.remove()
+        self.hooks.remove()
         self.compiled.undo()
         released = [(stepper, weakref.ref(stepper.pause())) for stepper in self.optimizers]
         self.optimizers.clear()
@@ -275,7 +122,7 @@ class Engine:
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
         with whole_params.set_aside(self):
-            restage_to(self, config, follow, _instances())
+            restage_to(self, config, follow, instances())
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ class _Accumulation:
                 "fabric.no_backward_sync: expected a module that fabric.setup has returned, got "
                 f"{type(module).__name__}."
             )
-        return engine.passes.no_sync()
+        return engine.passes.reducer.no_sync()
 
 
 def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:

@@ -6,8 +6,8 @@ The main job checks before any process starts (``app/parts.py``). Ranks check th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -124,3 +124,19 @@ def _refuse_own_step(optimizer: Optimizer) -> None:
             f"zero.optimizer.sharding: a step() was set on the {type(optimizer).__qualname__} object itself, and here "
             "the step of its class is called, for some tensors at a time. Override step() in a subclass."
         )
+
+
+def refuse_unequal(table: Sequence[Sequence[Sequence[Mapping[str, object]]]]) -> NoReturn:
+    """Raise ConfigError for the settings of param groups, of each optimizer of each rank, that differ between ranks."""
+    for rank, found in enumerate(table):
+        for number, (first, other) in enumerate(zip(table[0], found, strict=False)):
+            for group, (mine, others) in enumerate(zip(first, other, strict=False)):
+                if differ := [key for key in mine if others.get(key) != mine[key]]:
+                    key = differ[0]
+                    raise ConfigError(
+                        f"param group {group} of optimizer {number}: expected one {key} on all ranks, got "
+                        f"{mine[key]} on rank 0 and {others.get(key)} on rank {rank}: each would step its shards "
+                        "with its own. If a scheduler (ReduceLROnPlateau) has set it by a logged value, log that "
+                        "with sync_dist=True; else choose it without looking at the rank or at the rank's data."
+                    )
+    raise ConfigError("optimizers: expected the same param groups on all ranks, got more or fewer on some.")

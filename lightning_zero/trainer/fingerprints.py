@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.passes.access import checksum_on_device
+from lightning_zero.engine.passes.writes import checksum_on_device
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.whole.values import MASTER, own_fragments

@@ -19,7 +19,7 @@ from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.sequence import OnPaper, SequenceGroup
 from lightning_zero.device import recording
 from lightning_zero.engine import Engine
-from lightning_zero.engine.passes.access import Writes
+from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.sequence.check import (
     Agreeing,
     Found,

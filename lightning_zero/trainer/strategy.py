@@ -540,7 +540,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Let the body's backwards only accumulate gradients at stages 0 and 1. Stages 2 and 3 still reduce them."""
-        with self.engine.passes.no_sync():
+        with self.engine.passes.reducer.no_sync():
             yield
 
     # -- checkpoints ------------------------------------------------------------------------------------------------

@@ -180,9 +180,9 @@ ON_HOST = "accelerator.wait_on_host"
 WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{DEVICE}.cuda:Cuda.wait", "self.current_stream().wait_event(event)", 2, {}),
     (f"{DEVICE}.cuda:Cuda.wait_on_host", "event.synchronize()", 1, {"row": "optimizer_cpu"}),
-    (f"{COMM}.streams:Streams._on", "self.accelerator.wait(event)", 2, {"order": SIDES}),
-    (f"{COMM}.streams:Streams.on_free_memory", "self.accelerator.wait(event)", 2, {"order": SIDES}),
-    (f"{COMM}.reduction:Pending._wait_event", "self._comm.streams.wait(self.event)", 2, {}),
+    (f"{DEVICE}.streams:Streams._on", "self.accelerator.wait(event)", 2, {"order": SIDES}),
+    (f"{DEVICE}.streams:Streams.on_free_memory", "self.accelerator.wait(event)", 2, {"order": SIDES}),
+    (f"{COMM}.reduction:Pending._wait_event", "self._streams.wait(self.event)", 2, {}),
     (f"{COMM}.communicator:Communicator._run", "self.streams.wait(event)", 2, {"stage": 2}),
     (f"{UNITS}.bucket:Bucket._transfers", "streams.wait(self._copied)", 2, {"row": "optimizer_cpu"}),
     (f"{UNITS}.grad_store:_wait", f"streams.{ON_HOST}(arrival)", 1, {"row": "optimizer_cpu"}),

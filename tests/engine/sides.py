@@ -226,7 +226,7 @@ class Sharded:
             self.engine.passes.backward(loss, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return self.engine.passes.no_sync()
+        return self.engine.passes.reducer.no_sync()
 
     def step(self) -> None:
         self.optimizer.step()

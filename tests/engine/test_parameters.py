@@ -428,7 +428,7 @@ def test_a_hook_that_would_be_shown_a_sum_of_gradients_is_refused(stage: int, pl
             language_work(side, step)
             side.zero_grad()
         with pytest.raises(RuntimeError, match=r"hook .* on blocks\.1\S*\.up\.weight.*param\.register_hook"):
-            with side.engine.passes.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            with side.engine.passes.reducer.no_sync() if how == "no_sync" else contextlib.nullcontext():
                 language_work(side, 0)
             language_work(side, 1)
         side.zero_grad()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.engine.passes.access import CHUNK, checksum
+from lightning_zero.engine.passes.writes import CHUNK, checksum
 from tests.engine.sides import Sharded, Side, Twin, sgd, step_and_clear, with_twin
 from tests.engine.support import IN_STAGES, PRECISIONS, STAGES, assert_same, check
 from tests.engine.test_offload import offload

@@ -285,7 +285,7 @@ class Ours(Side):
         if self.program.settings.precision == "fp16":
             loss = loss * LOSS_SCALE
         holds_back = no_sync and not (self._reference and self.reduces)
-        with self.engine.passes.no_sync() if holds_back else contextlib.nullcontext():
+        with self.engine.passes.reducer.no_sync() if holds_back else contextlib.nullcontext():
             # Told of it, also where the loss of this rank leads nowhere.
             told = contextlib.nullcontext() if self.program.settings.plain else self.engine.passes.backward_scope()
             with told:

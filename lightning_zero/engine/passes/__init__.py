@@ -13,6 +13,7 @@
     gradients      reduces gradients into shards; bucket_grads: collects a bucket's gradients before its reduction
     sharded_grad   ``param.grad`` and clipping; grad_norms: norms of gradients
     access         reads and writes of parameters by users' code outside of their units' calls
+    writes         what users have written: to parameters, for the masters, and to buffers
     between        the masters that such code sees between steps
     recompute      replaces forwards of units, for activation checkpointing
     compiled       torch.compile of units' forwards

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.passes.access import Writes, checksum
+from lightning_zero.engine.passes.writes import Writes, checksum
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.param import ParamInfo

@@ -20,7 +20,7 @@ import sys
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.passes.containers import Args, Kwargs, dtype_hooks, find_tensors
+from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.saved_weights import hooks_allowed
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_graphs
@@ -35,9 +36,6 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.packed import is_packed, load_beside
 from lightning_zero.engine.units.param import find_owner
 from lightning_zero.engine.units.unit import Unit
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.passes.passes import Passes
 
 ENGINE = "_lightning_zero_engine"  # attribute of a sharded module that holds its engine
 # methods replaced on the instance of guarded modules

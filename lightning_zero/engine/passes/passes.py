@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from lightning_zero.comm.agreements import digest_of, is_same
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.device import recording
-from lightning_zero.engine.passes.access import BufferSync, Fence, Writes
 from lightning_zero.engine.passes.between import Between
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
-from lightning_zero.engine.passes.hooks import Hooks
 from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights
 from lightning_zero.engine.passes.sharded_grad import ShardedGrads
+from lightning_zero.engine.passes.writes import BufferSync, Fence, Writes
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.unit import State, Unit
-from lightning_zero.settings import ConfigError, Precision, ZeroConfig
+from lightning_zero.optimizers.refused import refuse_unequal
+from lightning_zero.settings import Precision, ZeroConfig
 from lightning_zero.timeline.compute_lane import ComputeLane
 from lightning_zero.timeline.record import Timeline
 
@@ -75,6 +75,21 @@ class Stepper(Protocol):
     def settings(self) -> list[dict[str, object]]: ...
 
 
+class Hooks(Protocol):
+    """Follows calls and gradients of modules; in ``hooks.py``, above this file."""
+
+    idle: bool
+
+    @property
+    def watched(self) -> Mapping[int, object]: ...
+    @property
+    def running(self) -> list[Unit]: ...
+    def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None: ...
+    def come_last(self) -> None: ...
+    def forget_inputs(self) -> None: ...
+    def forget_calls(self) -> None: ...
+
+
 @dataclass(slots=True)
 class OpenPass:
     key: str | None
@@ -109,6 +124,7 @@ class Passes:
     buffers: BufferSync
     config: ZeroConfig
     precision: Precision
+    hooks: Hooks = field(init=False)  # made after the passes
 
     def __post_init__(self) -> None:
         most_overflows = self.config.optimizer.skip_nonfinite
@@ -120,7 +136,6 @@ class Passes:
             [b for unit in self.units for b in unit.buckets], in_pass=self._in_pass, in_run=lambda: self.between.in_run
         )
         self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
-        self.hooks = Hooks(self)
         # Weakly: a graph holds the functions that unpack its tensors, and the garbage collector does not see through a
         # graph. Whatever keeps a graph (a list of losses) would keep the engine and all its shards.
         self.saved = SavedWeights(self.units, _weakly(self.weights_needed, False))
@@ -275,8 +290,7 @@ class Passes:
             self._scope, self._stepped = None, False
             if evaluation or (self.between.in_run and (self.key is None or self._open.unused)):
                 self.end()
-                if self.between.shown:
-                    self.between.close()
+                self.between.close()
                 if self.between.memory:
                     self.between.refresh()
         except BaseException:
@@ -371,22 +385,6 @@ class Passes:
         if self.key is not None and not self._open.unused:
             return "between a forward and its backward"
         return None
-
-    def _refuse_settings(self) -> None:
-        """Raise ConfigError: param groups differ between ranks. Collective."""
-        table = self.comm.all_gather_objects([s.settings() for s in self.steppers], "settings of param groups")
-        for rank, found in enumerate(table):
-            for number, (first, other) in enumerate(zip(table[0], found, strict=False)):
-                for group, (mine, others) in enumerate(zip(first, other, strict=False)):
-                    if differ := [key for key in mine if others.get(key) != mine[key]]:
-                        key = differ[0]
-                        raise ConfigError(
-                            f"param group {group} of optimizer {number}: expected one {key} on all ranks, got "
-                            f"{mine[key]} on rank 0 and {others.get(key)} on rank {rank}: each would step its shards "
-                            "with its own. If a scheduler (ReduceLROnPlateau) has set it by a logged value, log that "
-                            "with sync_dist=True; else choose it without looking at the rank or at the rank's data."
-                        )
-        raise ConfigError("optimizers: expected the same param groups on all ranks, got more or fewer on some.")
 
     def plans_changed(self, config: ZeroConfig) -> None:
         """Forget the recorded orders of gathers and reductions, after buckets got new placements by ``config``."""
@@ -489,10 +487,6 @@ class Passes:
         """Call ``loss.backward()`` inside :meth:`backward_scope`. Collective."""
         with self.backward_scope():
             loss.backward(**kwargs)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backwards at stages 0 and 1 do not reduce gradients; at stages 2 and 3 they do."""
-        return self.reducer.no_sync()
 
     @outside_autograd
     def _begin_backward(self, *, explicit: bool) -> None:
@@ -677,7 +671,8 @@ class Passes:
         finally:
             self._close()
         if not is_same(settings):  # after ``_close``: it raises on all ranks, and no pass may be open then
-            self._refuse_settings()
+            found = self.comm.all_gather_objects([s.settings() for s in self.steppers], "settings of param groups")
+            refuse_unequal(found)
         if self._scope is None and self.between.memory:
             self.between.refresh()
         if self._scope is not None:

@@ -14,7 +14,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import ref
 
 import numpy as np
@@ -37,15 +36,12 @@ from lightning_zero.engine.passes.containers import (
     tensors_inside,
 )
 from lightning_zero.engine.passes.hooks import Hooks
+from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.torch_modes import caller_modes, outside_graphs, under_modes
 from lightning_zero.engine.units.packed import is_packed
 from lightning_zero.engine.units.param import is_absent
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.settings import Compile, ConfigError, Recompute, ZeroConfig
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.passes.passes import Passes
-
 
 Around = Callable[["UnitForward", Args, Kwargs], object]  # runs a forward, with its positional and keyword arguments
 Context = Callable[[], contextlib.AbstractContextManager[object]]

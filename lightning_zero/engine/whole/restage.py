@@ -11,11 +11,12 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from lightning_zero.comm.share import Share, share_of_machine
+from lightning_zero.engine.build import Core
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
@@ -28,9 +29,6 @@ from lightning_zero.optimizers.state_trees import State
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import STAGES
 from lightning_zero.settings import ConfigError, Offload, ZeroConfig
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class _Seen(NamedTuple):
 
 
 @outside_autograd
-def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
+def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
     """Move all buckets to ``config``: see ``Engine.restage``. ``instances``: numbers of used file tiers. Collective."""
     if not _agree(engine, config):
         return
@@ -102,7 +100,7 @@ def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instan
 # -- before any change ------------------------------------------------------------------------------------------------
 
 
-def _agree(engine: Engine, config: ZeroConfig) -> bool:
+def _agree(engine: Core, config: ZeroConfig) -> bool:
     """Return whether ``config`` changes the settings of any rank. Collective.
 
     Raises ConfigError if ranks got different stages, offloads or budgets, or if one is inside a pass or ``gather()``.
@@ -121,7 +119,7 @@ def _agree(engine: Engine, config: ZeroConfig) -> bool:
     return any(seen.changes for seen in table)
 
 
-def _agree_on_grads(engine: Engine) -> None:
+def _agree_on_grads(engine: Core) -> None:
     """Raise a ConfigError on all ranks unless all have gradients of the same buckets. Collective."""
     grads = [bucket.grad_store.is_there for bucket in engine.buckets]
     table = engine.comm.all_gather_objects(grads, "restaging: gradients")
@@ -141,7 +139,7 @@ def _say_rows(config: ZeroConfig) -> str:
     return f"stage {config.stage.name.name} with offload {offload.name.name}{budgeted}"
 
 
-def _in_the_way(engine: Engine) -> str | None:
+def _in_the_way(engine: Core) -> str | None:
     if (what := engine.passes.under_way()) is not None:
         return (
             f"expected to be called between steps, got a call {what}. Call it in on_train_batch_end, "
@@ -156,7 +154,7 @@ def _in_the_way(engine: Engine) -> str | None:
 
 
 def _make_tiers(
-    engine: Engine, config: ZeroConfig, share: Share, instances: Collection[int]
+    engine: Core, config: ZeroConfig, share: Share, instances: Collection[int]
 ) -> tuple[Tiers, list[BucketPlan]]:
     groups = [
         UnitGroup(unit.name, [BucketGroup(b.params, b.dtypes, b.plan.trainable, b.plan.whole) for b in unit.buckets])
@@ -177,7 +175,7 @@ def _make_tiers(
 # -- the move ---------------------------------------------------------------------------------------------------------
 
 
-def _move_all(engine: Engine, plans: Sequence[BucketPlan], known: Sequence[Entries], follow: Sequence[Follow]) -> None:
+def _move_all(engine: Core, plans: Sequence[BucketPlan], known: Sequence[Entries], follow: Sequence[Follow]) -> None:
     number = 0
     for unit in engine.units:
         for bucket in unit.buckets:
@@ -192,7 +190,7 @@ def _move_all(engine: Engine, plans: Sequence[BucketPlan], known: Sequence[Entri
     engine.comm.streams.accelerator.synchronize()
 
 
-def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, State]]) -> None:
+def _move(engine: Core, move: Move, known: Sequence[Mapping[int, State]]) -> None:
     bucket, plan, tiers, comm = move.bucket, move.plan, engine.tiers, engine.comm
     # Whether masters and state move to a new storage: the same on all ranks.
     old, new = ((p.shards_master, p.copies_master, p.storage_tier) for p in (bucket.plan, plan))

@@ -8,7 +8,6 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.engine.passes.access import checksum
+from lightning_zero.engine.build import Core
 from lightning_zero.engine.passes.containers import Args, Kwargs
+from lightning_zero.engine.passes.writes import checksum
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place, joined
@@ -45,15 +45,12 @@ from lightning_zero.optimizers.state_trees import Leaf, Saved, State, with_leave
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
 from lightning_zero.settings import ConfigError
 
-if TYPE_CHECKING:
-    from lightning_zero.engine.engine import Engine
-
 # -- the module, out of shards ----------------------------------------------------------------------------------------
 
 
 @outside_autograd
 def module_state(
-    engine: Engine, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
+    engine: Core, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
 ) -> State:
     """Return the module's state dict, with full or with fake tensors: see ``Engine.state_dict``. Collective."""
     if fakes is None:  # no message before has said that all ranks are here, as one of a save does
@@ -68,12 +65,12 @@ def module_state(
     return engine.comm.together("the module's state_dict()", act)
 
 
-def _elsewhere(engine: Engine, trainable_only: bool) -> dict[int, Tensor]:
+def _elsewhere(engine: Core, trainable_only: bool) -> dict[int, Tensor]:
     return _tensors(engine, lambda _, info: OnRank0.like(info, info.dtype), trainable_only)
 
 
 def fake_copy(
-    engine: Engine, fakes: FakeTensors, storages: Sequence[MasterStorage], *, trainable_only: bool = False
+    engine: Core, fakes: FakeTensors, storages: Sequence[MasterStorage], *, trainable_only: bool = False
 ) -> State:
     """Return ``module.state_dict()`` with fake tensors for ``storages`` (a copy of all masters), on rank 0."""
     name = f"copy {len(fakes.copies)}"
@@ -88,7 +85,7 @@ def fake_copy(
 
 @outside_autograd
 def sharded_state_dict(
-    engine: Engine, storages: Sequence[MasterStorage] | None = None, *, trainable_only: bool = False
+    engine: Core, storages: Sequence[MasterStorage] | None = None, *, trainable_only: bool = False
 ) -> State:
     """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of ``storages``, a copy. Collective."""
     take_shown_over(engine)
@@ -103,7 +100,7 @@ def sharded_state_dict(
 
 
 def parts_of(
-    engine: Engine,
+    engine: Core,
     parts: Mapping[Value, Sequence[Part]],
     value: Value,
     info: ParamInfo,
@@ -114,14 +111,14 @@ def parts_of(
     return TensorParts(info.saved_shape, dtype, parts.get(value, ()), info.saved_strides, info.split, value)
 
 
-def parts_by_value(engine: Engine, copies: Copies | None = None) -> dict[Value, list[Part]]:
+def parts_by_value(engine: Core, copies: Copies | None = None) -> dict[Value, list[Part]]:
     found: dict[Value, list[Part]] = {}
     for part in own_fragments(engine, copies):
         found.setdefault(part.value, []).append(part)
     return found
 
 
-def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], trainable_only: bool) -> dict[int, Tensor]:
+def _tensors(engine: Core, tensor: Callable[[Value, ParamInfo], Tensor], trainable_only: bool) -> dict[int, Tensor]:
     """Call ``tensor(value, info)`` for each parameter. Return the results by ``id`` of the parameter."""
     return {
         id(info.param): tensor(Value(number, info.slot), info)
@@ -131,7 +128,7 @@ def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], train
     }
 
 
-def gathered(engine: Engine, *, wanted: bool, only: Container[Value] | None = None) -> dict[int, Tensor]:
+def gathered(engine: Core, *, wanted: bool, only: Container[Value] | None = None) -> dict[int, Tensor]:
     """Gather all parameters, or ``only`` some, to the host, in the dtypes of checkpoints. Collective.
 
     Returns them by ``id`` of the parameter, or {} if not ``wanted`` on this rank.
@@ -148,7 +145,7 @@ def gathered(engine: Engine, *, wanted: bool, only: Container[Value] | None = No
     return result
 
 
-def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_only: bool) -> State:
+def _state_dict_with(engine: Core, values: Mapping[int, Tensor], trainable_only: bool) -> State:
     """Return ``module.state_dict()`` with ``values[id(param)]`` in place of each parameter."""
     # With torch functions, so that a parameter tells if an override of ``state_dict`` uses its values.
     with engine.passes.fence.lowered("state_dict()"), torch._C._EnableTorchFunction():
@@ -184,7 +181,7 @@ def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 # -- optimizers, out of shards ----------------------------------------------------------------------------------------
 
 
-def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> Stepper:
+def sharded_optimizer(engine: Core, optimizer: Optimizer) -> Stepper:
     """Return the stepper of ``optimizer``. Raise a ConfigError if ``engine`` has none."""
     for sharded in engine.optimizers:
         if sharded.optimizer is optimizer:
@@ -194,7 +191,7 @@ def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> Stepper:
 
 @outside_autograd
 def optimizer_state(
-    engine: Engine, optimizer: Optimizer, *, only_rank_0: bool = True, fakes: FakeTensors | None = None
+    engine: Core, optimizer: Optimizer, *, only_rank_0: bool = True, fakes: FakeTensors | None = None
 ) -> State:
     """Return the optimizer's full ``state_dict()`` on the host. Collective.
 
@@ -225,7 +222,7 @@ def optimizer_state(
 
 
 def whole_states(
-    engine: Engine, sharded: Stepper, known: Entries, *, wanted: bool = True, device: torch.device | str = "cpu"
+    engine: Core, sharded: Stepper, known: Entries, *, wanted: bool = True, device: torch.device | str = "cpu"
 ) -> dict[tuple[int, int], State]:
     """Gather an optimizer's state on `device`, by bucket and slot. Tensors are None if not `wanted`. Collective.
     `known`: what :func:`all_entries` has found."""
@@ -250,7 +247,7 @@ def _leaf(fakes: FakeTensors | None, value: Value, leaf: Leaf) -> Tensor:
 
 
 @outside_autograd
-def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> State:
+def sharded_optimizer_state(engine: Core, optimizer: Optimizer) -> State:
     """Return the state of ``optimizer`` by parameter name, with :class:`TensorParts` for tensors. Collective.
 
     A value that a parameter has once (a step count) is :class:`Unsharded`, on the rank with its first element only.
@@ -285,7 +282,7 @@ def _groups(sharded: Stepper, key_of: Callable[[Place], object]) -> list[State]:
 class _CopyIntoShards(TorchFunctionMode):
     """Turns ``param.copy_(value)`` in ``Module.load_state_dict`` into a write to this rank's slice."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Core) -> None:
         super().__init__()
         self.engine = engine
         self._versions = self._users_versions()
@@ -327,7 +324,7 @@ class _CopyIntoShards(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
+def load_module(engine: Core, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
     """Load a full ``state`` into the shards: see ``Engine.load_state_dict``. Collective."""
     if engine.passes.writes.write_backs:
         raise RuntimeError(
@@ -362,11 +359,11 @@ def load_module(engine: Engine, state: Saved, *, strict: bool = True) -> _Incomp
         return engine.comm.together("loading a checkpoint", load, patient=True)
 
 
-def _infos(engine: Engine) -> dict[str, ParamInfo]:
+def _infos(engine: Core) -> dict[str, ParamInfo]:
     return {fqn: info for bucket in engine.buckets for info in bucket.params for fqn in info.fqns}
 
 
-def _refuse_other_values(engine: Engine, state: Saved) -> None:
+def _refuse_other_values(engine: Core, state: Saved) -> None:
     """Raise RuntimeError if ranks load other values of a parameter, of which each would write its own part. Collective.
 
     Eight elements of each tensor tell: what differs is mostly random, and more would read a mapped file."""
@@ -387,7 +384,7 @@ def _refuse_other_values(engine: Engine, state: Saved) -> None:
         )
 
 
-def parts_of_saved(engine: Engine, state: Saved) -> State:
+def parts_of_saved(engine: Core, state: Saved) -> State:
     """Return ``state`` with this rank's parts in the place of whole tensors of split parameters."""
     infos = _infos(engine)
     return versioned({key: infos[key].part_of_saved(v) if key in infos else v for key, v in state.items()}, state)
@@ -408,7 +405,7 @@ def keeping_frozen(module: nn.Module, state: Saved) -> State:
 
 
 @contextlib.contextmanager
-def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
+def loading_into_shards(engine: Core) -> Iterator[_CopyIntoShards]:
     """Inside the ``with``, ``module.load_state_dict`` writes to shards. Ranks must load equal values. Collective."""
     engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
@@ -425,7 +422,7 @@ def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
 # -- optimizers, into shards ------------------------------------------------------------------------------------------
 
 
-def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Saved) -> None:
+def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> None:
     """Load a full optimizer ``state_dict()`` into shards. Raise a ConfigError if param groups differ. Collective."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
@@ -439,7 +436,7 @@ def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Saved) -> 
         sharded.load_param_states(states, engine.comm.long_work)
 
 
-def check_optimizer(engine: Engine, optimizer: Optimizer, state: Saved, what: str) -> None:
+def check_optimizer(engine: Core, optimizer: Optimizer, state: Saved, what: str) -> None:
     """Raise a ConfigError if `load_optimizer_state` would refuse ``state``, which messages call ``what``."""
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lightning_zero.engine.build import Core
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.units.bucket import Bucket, joined
 from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage, opened
@@ -25,8 +26,6 @@ from lightning_zero.planning.boxes import memory_order
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from lightning_zero.engine.engine import Engine
 
 MASTER = ""  # the name of a parameter's master values
 COPY = -1  # in place of the optimizer's number: a copy of the masters
@@ -62,7 +61,7 @@ class Range(NamedTuple):
 # -- parts of this rank -----------------------------------------------------------------------------------------------
 
 
-def own_parts(engine: Engine, copies: Copies | None = None) -> Iterator[Part]:
+def own_parts(engine: Core, copies: Copies | None = None) -> Iterator[Part]:
     """Yield as :func:`own_fragments`, with ``start`` in the whole tensor, also where tensor parallelism splits it."""
     for part in own_fragments(engine, copies):
         yield from in_whole(part, engine.buckets[part.value.bucket].params[part.value.slot].split)
@@ -77,7 +76,7 @@ def in_whole(part: Part, split: Split | None) -> Iterator[Part]:
         yield part._replace(start=whole_start, source=part.source.part(start - part.start, numel))
 
 
-def own_fragments(engine: Engine, copies: Copies | None = None) -> Iterator[Part]:
+def own_fragments(engine: Core, copies: Copies | None = None) -> Iterator[Part]:
     """Yield the parts of masters, state and ``copies`` that this rank saves, storage by storage. Opens no storage."""
     for number, bucket in enumerate(engine.buckets):
         if bucket.comm.replica:  # the first replica saves
@@ -98,14 +97,14 @@ def _of_masters(bucket: Bucket, value: Value, storage: MasterStorage) -> Iterato
             yield Part(value._replace(slot=fragment.index), start, source, storage)
 
 
-def own_entries(engine: Engine, sharded: Stepper, *, once: bool = False) -> Entries:
+def own_entries(engine: Core, sharded: Stepper, *, once: bool = False) -> Entries:
     """Return the optimizer state that this rank saves, by bucket and slot. ``once``: see :meth:`Stepper.entries`."""
     buckets = {number: bucket for number, bucket in enumerate(engine.buckets) if not bucket.comm.replica}
     found = {number: sharded.entries(bucket, once=once) for number, bucket in buckets.items()}
     return {number: entries for number, entries in found.items() if entries}
 
 
-def all_entries(engine: Engine, sharded: Stepper) -> Entries:
+def all_entries(engine: Core, sharded: Stepper) -> Entries:
     """Return the optimizer state that all ranks save, by bucket and slot. Collective."""
     known: dict[int, dict[int, State]] = {}
     for told in engine.comm.all_gather_objects(own_entries(engine, sharded), "optimizer state"):
@@ -118,7 +117,7 @@ def all_entries(engine: Engine, sharded: Stepper) -> Entries:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
+def own_ranges(engine: Core, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
     """Yield those parts of the ``wanted`` values that this rank saves, with one storage open at a time.
 
     Call ``Engine.state_dict`` first: it waits for steps, and copies users' writes into the masters.
@@ -131,7 +130,7 @@ def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iter
                     yield Range(part.value, part.start, part.source.tensor)
 
 
-def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
+def gathered_ranges(engine: Core, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
     """Gather the ``wanted`` values, which must be the same on all ranks. Yield each as one range. Collective."""
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     for number, bucket in enumerate(engine.buckets):

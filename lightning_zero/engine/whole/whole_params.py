@@ -12,36 +12,32 @@ Shards, optimizer state and units do not change meanwhile, and a save reads the 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.passes.access import Writes
+from lightning_zero.engine.build import Core
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
+from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, values_changed
+from lightning_zero.engine.whole.host_copy import HostCopy, nbytes_of
 from lightning_zero.optimizers.state_trees import same_bits
-from lightning_zero.planning.layout import round_up
-from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes, on_the_way_nbytes, reason_not_to_fit
+from lightning_zero.planning.memory import on_the_way_nbytes, reason_not_to_fit
 from lightning_zero.ranks.peers import machine
 from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.limits import available_host_memory
 
-if TYPE_CHECKING:
-    from lightning_zero.engine.engine import Engine
-
 CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather(model):`, on all ranks, shows it whole"
 
 
-def take_writes_over(engine: Engine) -> None:
+def take_writes_over(engine: Core) -> None:
     """Wait for steps, then copy users' writes into masters. Raise RuntimeError if ranks' writes inside of a run differ.
     Collective."""
     engine.passes.wait_for_all()
@@ -50,7 +46,7 @@ def take_writes_over(engine: Engine) -> None:
     engine.passes.writes.confirm_if_any()
 
 
-def take_shown_over(engine: Engine) -> None:
+def take_shown_over(engine: Core) -> None:
     """Do as :func:`take_writes_over`, before a save, also with what is written inside a gather() that is open."""
     take_writes_over(engine)
     for write_back in engine.passes.writes.write_backs:
@@ -58,7 +54,7 @@ def take_shown_over(engine: Engine) -> None:
 
 
 @outside_autograd
-def masters_changed(engine: Engine, changed: set[Bucket] | None = None) -> None:
+def masters_changed(engine: Core, changed: set[Bucket] | None = None) -> None:
     """Update compute parameters on all ranks after the masters of the buckets ``changed`` (None: of all) have changed.
     Collective."""
     buckets = [bucket for bucket in engine.buckets if changed is None or bucket in changed]
@@ -68,12 +64,12 @@ def masters_changed(engine: Engine, changed: set[Bucket] | None = None) -> None:
     engine.passes.masters_changed(set(buckets))
 
 
-def gathered_buckets(engine: Engine) -> list[Bucket]:
+def gathered_buckets(engine: Core) -> list[Bucket]:
     """Return the buckets whose parameters hold whole masters now, inside ``gather()`` or between Trainer runs."""
     return [bucket for bucket in engine.buckets if bucket.shown is Shown.PLAIN]
 
 
-def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
+def _back_to_shards(engine: Core, shown: Collection[Bucket]) -> None:
     for bucket in shown:
         # The masters have users' writes by now, or an exception has discarded the writes.
         engine.passes.writes.forget(bucket)
@@ -90,7 +86,7 @@ class _Full(NamedTuple):
 
 @contextlib.contextmanager
 def show_gathered(
-    engine: Engine, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
+    engine: Core, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
     """Show full masters in the buckets of ``params`` inside the ``with``. See ``lightning_zero.gather``. Collective."""
     # A rank in another call must not take a later message of gather() for a message of that call.
@@ -101,7 +97,7 @@ def show_gathered(
     engine.passes.refresh()
 
 
-def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None, grads: bool) -> Iterator[None]:
+def _shown(engine: Core, params: Iterable[nn.Parameter], from_rank: int | None, grads: bool) -> Iterator[None]:
     wanted = {engine.units.place_of(p).bucket for p in params}
     if (from_rank is not None or grads) and wanted & set(gathered_buckets(engine)):
         raise RuntimeError(
@@ -120,7 +116,7 @@ def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None
     try:
         _show_full(engine, buckets, grads, shown)
         if buckets and len(gathered_buckets(engine)) == len(engine.buckets):
-            put_back = engine.passes.hooks.lift_off()
+            put_back = engine.hooks.lift_off()
         yield
         _refuse_replaced(engine)
         engine.passes.writes.write_backs[-1]()
@@ -130,7 +126,7 @@ def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None
         _hide_full(engine, shown)
 
 
-def _refuse_replaced(engine: Engine) -> None:
+def _refuse_replaced(engine: Core) -> None:
     """Raise RuntimeError if users replaced a parameter, whose successor would not be trained, or changed its shape."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
@@ -145,7 +141,7 @@ def _refuse_replaced(engine: Engine) -> None:
 
 
 @outside_autograd
-def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
+def _show_full(engine: Core, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
     """Show full masters in ``buckets``, with ``grads`` also full gradients. Add both to ``shown``. Collective."""
     take_writes_over(engine)
     engine.passes.sharded_grads.forget_cleared()
@@ -191,7 +187,7 @@ def _write_back(writes: Writes, shown: dict[Bucket, _Full], from_rank: int | Non
 
 
 @outside_autograd
-def _hide_full(engine: Engine, shown: dict[Bucket, _Full]) -> None:
+def _hide_full(engine: Core, shown: dict[Bucket, _Full]) -> None:
     _back_to_shards(engine, shown)
     for bucket, full in shown.items():
         if full.grad is not None:
@@ -201,108 +197,40 @@ def _hide_full(engine: Engine, shown: dict[Bucket, _Full]) -> None:
 # -- between runs: memory ---------------------------------------------------------------------------------------------
 
 
-class _Shown(NamedTuple):
-    """A parameter in shared memory: ``original`` is what all ranks of a host see, ``value`` a copy-on-write view."""
-
-    bucket: Bucket
-    info: ParamInfo
-    original: Tensor
-    value: Tensor
-
-
-class HostCopy:
-    """Maps for this rank all parameters, which lie in shared memory of its host, with the file descriptor ``fd``."""
-
-    def __init__(self, engine: Engine, fd: int) -> None:
-        self.nbytes, start = _nbytes(engine), 0
-        rights = mmap.PROT_READ | mmap.PROT_WRITE
-        shared = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED, prot=rights)
-        own = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_PRIVATE, prot=rights)
-        self.params: list[_Shown] = []
-        with torch.inference_mode(False):
-            for bucket, info in _params(engine):
-                self.params.append(_Shown(bucket, info, _mapped(info, shared, start), _mapped(info, own, start)))
-                start = round_up(start + info.numel * info.dtype.itemsize, COPY_ALIGN)
-        self.is_shown = False
-        self.put_back: Callable[[], None] = lambda: None
-        self.grads: list[tuple[nn.Parameter, ShardedGrad]] = []
-        self._seen: list[object] = []  # ``storage.changes`` of the buckets when the copy equalled the masters
-
-    def equals_masters(self, buckets: Sequence[Bucket]) -> None:
-        """Record that the copy equals the masters of ``buckets`` now."""
-        self._seen = [bucket.storage.changes for bucket in buckets]
-
-    def still_equals(self, engine: Engine) -> bool:
-        """Return whether the copy still equals this rank's masters. No step must be under way."""
-        if self._seen != [bucket.storage.changes for bucket in engine.buckets]:
-            return False
-        # Where parameters are the masters themselves, user code can write to masters unseen: compare the values.
-        for bucket, info, original, _ in self.params:
-            if not bucket.plan.copies_master:
-                for f in bucket.owned_fragments():
-                    if f.index == info.slot:
-                        now = bucket.master[f.start : f.start + f.numel].to("cpu", info.dtype)
-                        if not same_bits(info.flattened(original)[f.offset : f.offset + f.numel], now):
-                            return False
-        return True
-
-    def written(self) -> dict[int, Tensor]:
-        """Return the new values of parameters that users wrote on this rank, by index in ``params``, on the host."""
-        found = {}
-        for number, (_, info, original, _) in enumerate(self.params):
-            now = info.param.data.detach().to("cpu", info.dtype)
-            if now.shape != info.shape or not same_bits(info.flattened(now), info.flattened(original)):
-                found[number] = now
-        return found
-
-
-def _params(engine: Engine) -> Iterator[tuple[Bucket, ParamInfo]]:
-    return ((bucket, info) for bucket in engine.buckets for info in bucket.params)
-
-
-def _nbytes(engine: Engine) -> int:
-    return copy_nbytes(info.numel * info.dtype.itemsize for _, info in _params(engine))
-
-
-def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
-    """Return a tensor for a parameter on ``memory``, from byte ``start``. Saving it writes only this parameter."""
-    if not info.numel:
-        return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)
-    return flat.view(info.dtype).as_strided(info.shape, info.strides)
-
-
-def _gathers(engine: Engine, hosts: Sequence[str]) -> bool:
+def _gathers(engine: Core, hosts: Sequence[str]) -> bool:
     """Return whether a shard group spans hosts. If none does, the ranks of each host together hold all shards."""
     groups = engine.comm.topology.shard_groups
     return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
 
 
-def _does_not_fit(engine: Engine, hosts: Sequence[str], available: Sequence[int]) -> str | None:
+def _does_not_fit(engine: Core, hosts: Sequence[str], available: Sequence[int]) -> str | None:
     """Return why the copy does not fit the ``available`` bytes of a host, or None if it fits. Equal on all ranks."""
     gathers = engine.comm.device.type == "cpu" and _gathers(engine, hosts)
+    nbytes = nbytes_of(engine.buckets)
     on_the_way = on_the_way_nbytes([bucket.plan for bucket in engine.buckets], gathers=gathers)
     for host in dict.fromkeys(hosts):
         left = [free for name, free in zip(hosts, available, strict=True) if name == host]
         ranks = ", ".join(str(rank) for rank, name in enumerate(hosts) if name == host)
-        found = reason_not_to_fit(_nbytes(engine) + on_the_way * len(left), min(left), f"the host of ranks {ranks}")
+        found = reason_not_to_fit(nbytes + on_the_way * len(left), min(left), f"the host of ranks {ranks}")
         if found is not None:
             return found
     return None
 
 
-def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
+def _make(engine: Core, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
     """Make one copy in each host's shared memory, which all ranks map. Return it, or None and why not. Collective."""
     comm = engine.comm
     leader = hosts.index(hosts[comm.rank])
-    fd, failed, copy = -1, "", None
+    nbytes, fd, failed, copy = nbytes_of(engine.buckets), -1, "", None
     try:
         if comm.rank == leader:
             try:
                 fd = os.memfd_create("lightning_zero", os.MFD_CLOEXEC)
-                os.posix_fallocate(fd, 0, _nbytes(engine))  # if there is no room, fail now: a write would get SIGBUS
+                os.posix_fallocate(
+                    fd, 0, nbytes_of(engine.buckets)
+                )  # if there is no room, fail now: a write would get SIGBUS
             except (OSError, AttributeError) as error:
-                failed = f"rank {comm.rank} could not have {_nbytes(engine):,} bytes of shared memory ({error})"
+                failed = f"rank {comm.rank} could not have {nbytes:,} bytes of shared memory ({error})"
         places = comm.gather_checked((os.getpid(), fd, failed), "where the whole module is")
         failed = next((row[2] for row in places if row[2]), "")
         if not failed:
@@ -310,7 +238,7 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
             try:
                 if comm.rank != leader:
                     fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-                copy = HostCopy(engine, fd)
+                copy = HostCopy(engine.buckets, fd)
             except OSError as error:  # the processes cannot see each other's files
                 failed = f"rank {comm.rank} could not map the memory of rank {leader} ({error})"
             failed = next((text for text in comm.gather_checked(failed, "mapping the whole module") if text), "")
@@ -320,7 +248,7 @@ def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
             os.close(fd)
 
 
-def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
+def _fill(engine: Core, copy: HostCopy, hosts: Sequence[str]) -> None:
     """Fill the copy with the masters. A rank writes its shard, or an equal share of gathered masters. Collective."""
     comm = engine.comm
     here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
@@ -353,7 +281,7 @@ def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tupl
 
 
 @outside_autograd
-def show_whole(engine: Engine) -> bool:
+def show_whole(engine: Core) -> bool:
     """Show whole parameters on the host between Trainer runs, and return True. Collective.
 
     Show nothing and return False if ``zero.gather_after_fit`` is false, where modules are split (ranks of a host have
@@ -367,7 +295,7 @@ def show_whole(engine: Engine) -> bool:
     if engine.config.gather_after_fit is False or gathered_buckets(engine) or engine.comm.device.type == "meta":
         return False
     take_writes_over(engine)
-    known = copy is not None and copy.still_equals(engine)
+    known = copy is not None and copy.still_equals(engine.buckets)
     table = engine.comm.gather_checked(
         (machine(), available_host_memory(), known), "making the module whole", patient=True
     )
@@ -390,7 +318,7 @@ def show_whole(engine: Engine) -> bool:
     return True
 
 
-def _show(engine: Engine, copy: HostCopy) -> None:
+def _show(engine: Core, copy: HostCopy) -> None:
     copy.grads = []
     values = iter(copy.params)
     for bucket in engine.buckets:
@@ -399,26 +327,26 @@ def _show(engine: Engine, copy: HostCopy) -> None:
                 copy.grads.append((info.param, info.param.grad))
             info.param.grad = None
         bucket.show_whole(Shown.PLAIN, (next(values).value for _ in bucket.params))
-    copy.put_back = engine.passes.hooks.lift_off(keep_engine=True)
-    engine.passes.hooks.idle = True
+    copy.put_back = engine.hooks.lift_off(keep_engine=True)
+    engine.hooks.idle = True
     if engine.comm.device.type != "cpu":
         engine.module.to("cpu")  # moves buffers, as Lightning does after a run
     engine.host_copy, copy.is_shown = copy, True
 
 
-def show_again(engine: Engine) -> bool:
+def show_again(engine: Core) -> bool:
     """Show ``engine.host_copy`` in the parameters again, if it still equals this rank's masters and parameters are not
     whole already. Return whether this call has shown it. Sends no message.
     """
     copy = engine.host_copy
-    if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine):
+    if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine.buckets):
         return False
     _show(engine, copy)
     return True
 
 
 @outside_autograd
-def _take_over(engine: Engine) -> None:
+def _take_over(engine: Core) -> None:
     """Copy into shards what rank 0 has of the parameters that some rank has written to between runs, because DDP too
     broadcasts rank 0's parameters at the start of a run. Collective."""
     copy = engine.host_copy
@@ -447,7 +375,7 @@ def _take_over(engine: Engine) -> None:
 
 
 @outside_autograd
-def take_reshaped(engine: Engine) -> dict[nn.Parameter, Tensor]:
+def take_reshaped(engine: Core) -> dict[nn.Parameter, Tensor]:
     """Take the parameters of the whole module that users have given ``.data`` of another shape between runs (as
     ``resize_token_embeddings`` does). Return their new values, for a module that is sharded anew. Sends no message."""
     copy = engine.host_copy
@@ -459,7 +387,7 @@ def take_reshaped(engine: Engine) -> dict[nn.Parameter, Tensor]:
     return found
 
 
-def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
+def _warn_of_dtypes(engine: Core, written: Sequence[ParamInfo]) -> None:
     converted = [info for info in written if info.param.dtype != info.dtype]
     if converted and engine.comm.rank == 0:
         now, before = converted[0].param.dtype, converted[0].dtype
@@ -471,7 +399,7 @@ def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
 
 
 @outside_autograd
-def shard_again(engine: Engine, *, keep: bool = True) -> bool:
+def shard_again(engine: Core, *, keep: bool = True) -> bool:
     """Undo :func:`show_whole`: copy users' writes into shards. Return whether parameters were whole. Collective.
 
     With ``keep`` the next ``show_whole`` reuses the host copy if masters have not changed.
@@ -486,12 +414,13 @@ def shard_again(engine: Engine, *, keep: bool = True) -> bool:
     return was_shown
 
 
-def _hide(engine: Engine, copy: HostCopy) -> None:
+def _hide(engine: Core, copy: HostCopy) -> None:
     copy.is_shown = False
     copy.put_back()
-    engine.passes.hooks.idle = False
-    for _, info in _params(engine):
-        info.param.grad = None  # from backwards that users ran between runs
+    engine.hooks.idle = False
+    for unit in engine.units:
+        for info in unit.infos:
+            info.param.grad = None  # from backwards that users ran between runs
     _back_to_shards(engine, engine.buckets)
     for param, grad in copy.grads:
         param.grad = grad
@@ -501,7 +430,7 @@ def _hide(engine: Engine, copy: HostCopy) -> None:
 
 
 @contextlib.contextmanager
-def set_aside(engine: Engine) -> Iterator[None]:
+def set_aside(engine: Core) -> Iterator[None]:
     """Shard the module inside the ``with``, and show it whole again at the end if it was whole before. Collective."""
     was_whole = shard_again(engine)
     try:
@@ -517,7 +446,7 @@ def set_aside(engine: Engine) -> Iterator[None]:
 # -- between runs: is there enough memory? ---------------------------------------------------------------------------
 
 
-def check_free_memory(engine: Engine) -> None:
+def check_free_memory(engine: Core) -> None:
     """Raise ConfigError if ``zero.gather_after_fit=true`` and a host cannot hold a copy of the module. Collective."""
     if engine.config.gather_after_fit is True and engine.host_copy is None:
         table = engine.comm.gather_checked((machine(), available_host_memory()), "room for the whole module")

@@ -133,7 +133,7 @@ class _Looking(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> object:
         if isinstance(obj, nn.Module):
-            self.found |= self._engine.passes.hooks.guards(obj)
+            self.found |= self._engine.hooks.guards(obj)
         elif isinstance(obj, nn.Parameter):
             self.found |= self._engine.units.owns(obj)
         return True if self.found or isinstance(obj, Tensor) else None
@@ -162,7 +162,7 @@ class _Taken(pickle.Pickler):
         entries = {key: value for key, value in content.items() if _Looking.finds(engine, value)}
         if not entries:
             return None
-        taken, put_back = cls(engine), engine.passes.hooks.lift_off()
+        taken, put_back = cls(engine), engine.hooks.lift_off()
         try:
             taken.dump(entries)
         finally:

@@ -1,0 +1,398 @@
+"""Notices what users write to gathered parameters and to buffers, and refuses calls that would see placeholders."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+import lightning_zero
+from lightning_zero.comm.agreements import digest_of, is_same
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket, Place, Shown
+from lightning_zero.engine.units.build import kinds_of
+from lightning_zero.engine.units.master_storage import opened
+from lightning_zero.engine.units.param import ParamInfo, give_own_memory, values_changed
+from lightning_zero.mesh.split import Split
+
+CHUNK = 1 << 20  # elements per step of a checksum
+SMALL_NBYTES = 1 << 22  # of buffers that are compared in every step
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_PACKAGE = lightning_zero.__path__[0]
+
+_Key = tuple[int, int]  # bucket, slot
+
+
+def checksum(values: Tensor, first: int = 0) -> int:
+    """Return the checksum of ``values`` as an int below 2**64: see :func:`checksum_on_device`."""
+    return int(checksum_on_device(values, first)) & 0xFFFFFFFFFFFFFFFF
+
+
+def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = None) -> Tensor:
+    """Return a checksum [0-d, int64] of ``values`` and their positions. The checksums of a tensor's parts add up to the
+    checksum of the whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor, or in this
+    rank's part of it, of which ``split`` knows the positions in the whole."""
+    flat = values.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+        first *= 2
+    # Each value's bits times an odd number for its place, so that no bit is lost.
+    odd = torch.arange(1, 2 * min(CHUNK, flat.numel()) + 1, 2, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), CHUNK):
+        bits = flat[start : start + CHUNK].view(_INTEGERS[flat.element_size()]).to(torch.int64)
+        if split is not None:
+            places = split.positions(first + start, first + start + bits.numel(), bits.device)
+            total += (bits * (2 * places + 1)).sum()
+            continue
+        total += (bits * odd[: bits.numel()]).sum() + bits.sum() * (2 * (first + start))
+    return total
+
+
+class Writes:
+    """Copies users' writes to gathered parameters into the masters, and checks that all ranks wrote the same values.
+
+    Gathered parameters are copies, which are freed or replaced later. Before that, each rank copies written values into
+    its shard of the masters. The ranks compare checksums at the end of the next backward, and before values are shown
+    or saved. How writes are noticed::
+
+        weight.clamp_()         increments the parameter's ``_version``
+        weight.data.clamp_()    does not: the checksum differs from one taken when ``.data`` was read
+        weight.data = value     calls :meth:`replace`
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Communicator) -> None:
+        self._buckets = buckets
+        self._comm = comm
+        self._number = {bucket: number for number, bucket in enumerate(buckets)}
+        self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
+        self._read: dict[_Key, list[ReferenceType[Tensor]]] = {}  # results of ``.data``, which users may still hold
+        # Of each parameter that this rank has written: checksums of its own part before, and of the whole one after.
+        self._unconfirmed: dict[_Key, tuple[int, int]] = {}
+        self.write_backs: list[Callable[[], None]] = []  # what each open gather() does at its end
+        self.assigned: dict[str, str] = {}  # who got other ``.data`` in the open pass, and in which line of code
+        self._warned = False  # of a write that was rounded
+
+    # -- noticing -------------------------------------------------------------------------------------------------
+
+    @outside_autograd
+    def hand_out(self, place: Place, values: Tensor) -> None:
+        """Note that users' code has read ``.data``, and got ``values``. Save their checksum, to notice a change."""
+        bucket, info = place
+        key = self._number[bucket], info.slot
+        self._read[key] = [ref(values), *[known for known in self._read.get(key, ()) if known() is not None]]
+        # Parameters that are whole masters need no copy and no comparison.
+        if not bucket.plan.params_are_masters and info.gathered is not None:
+            known = self._handed_out.setdefault(bucket, {})
+            if info.slot not in known:
+                known[info.slot] = checksum(info.flattened(info.gathered))
+
+    def forget(self, bucket: Bucket) -> None:
+        """Treat all writes so far to the bucket's parameters as handled: :meth:`take_over` ignores them."""
+        self._handed_out.pop(bucket, None)
+        for info in bucket.params:
+            info.version = info.param._version
+
+    # -- taking over ----------------------------------------------------------------------------------------------
+
+    def take_over(self, bucket: Bucket) -> None:
+        """Copy writes to a bucket's parameters into the masters, before the parameters are freed or replaced."""
+        # Whole masters are written back by whoever shows them. Placeholders show no values.
+        if bucket.shown is not Shown.GATHERED:
+            return
+        written = [info for info in bucket.params if info.param._version != info.version]
+        for slot, known in self._handed_out.get(bucket, {}).items():
+            info = bucket.params[slot]
+            assert info.gathered is not None
+            if info not in written and checksum(info.flattened(info.gathered)) != known:
+                written.append(info)
+        if written or bucket in self._handed_out:
+            self.forget(bucket)
+        for info in written:
+            self.note_rounded(bucket, info)
+        if written:
+            self._take(bucket, written)
+
+    def take_all_over(self) -> None:
+        for bucket in self._buckets:
+            self.take_over(bucket)
+
+    def _take(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
+        # Read before the masters change, because compute parameters may be computed from them.
+        before = bucket.own_compute_params()
+        with opened(bucket.storage, changed=True):
+            for info in written:
+                assert info.gathered is not None
+                self._note(bucket, info, before, info.gathered)
+                if bucket.plan.copies_master:
+                    bucket.write_master(info, info.gathered, before=before)
+            bucket.copy_master_to_params()
+
+    def note_rounded(self, bucket: Bucket, info: ParamInfo, *, in_gather: bool = False) -> None:
+        """If a written parameter is used in fewer bits than it was built with, small changes were lost: warn, once.
+
+        Raise RuntimeError instead if it is frozen, and so has no fp32 master, unless the write was ``in_gather``."""
+        if bucket.dtypes.compute.itemsize >= info.dtype.itemsize:
+            return
+        used, lost = bucket.dtypes.compute, round(4 / torch.finfo(bucket.dtypes.compute).eps)
+        says = (
+            f"{info.fqn}: expected a write to fp32 values, got one to values in {used}, which loses changes below "
+            f"1/{lost} of a value. Add its module to zero.precision.fp32_modules ('teacher.*' for all of self.teacher)"
+        )
+        if not (bucket.plan.trainable or in_gather):
+            raise RuntimeError(f"{says}.")
+        warned, self._warned = self._warned, True
+        if self._comm.rank == 0 and not warned:
+            warnings.warn(f"{says}{'' if in_gather else ', or write inside lightning_zero.gather()'}.", stacklevel=2)
+
+    def replace(self, place: Place, value: Tensor) -> None:
+        """Carry out ``param.data = value``: write this rank's part of the whole tensor ``value`` to the masters."""
+        bucket, info = place
+        self.take_over(bucket)
+        if not bucket.plan.trainable or value.dtype == bucket.dtypes.compute:
+            self.note_rounded(bucket, info)
+        compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
+        before = bucket.own_compute_params()
+        self._note(bucket, info, before, compute)
+        # Values that are equal but for rounding (weights clamped in each forward, averages of a weight with itself)
+        # leave the version, so that open graphs stay valid. torch's would read the new values, or the old ones where a
+        # kernel has saved a view.
+        rounding = 4 * torch.finfo(compute.dtype).eps if compute.is_floating_point() else 0.0
+        shown = info.gathered if bucket.shown is Shown.GATHERED else None
+        same = shown is not None and torch.allclose(shown, compute, rtol=rounding, atol=0.0)
+        held = [known() for known in self._read.pop((self._number[bucket], info.slot), ())]
+        for values in held if shown is not None else ():
+            if values is not None:  # under torch it would stay as it is
+                give_own_memory(values)
+        with opened(bucket.storage, changed=True):
+            bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
+            bucket.copy_master_to_params()
+        if shown is not None:
+            shown.copy_(compute)
+        if not same:
+            values_changed([info])
+            frames = (f for f, _ in traceback.walk_stack(None) if not f.f_code.co_filename.startswith(_PACKAGE))
+            caller = next(frames)
+            self.assigned[info.fqn] = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+
+    # -- do all ranks write the same? -----------------------------------------------------------------------------
+
+    def _note(self, bucket: Bucket, info: ParamInfo, own: Tensor, whole: Tensor) -> None:
+        """Save checksums of a user's write to a gathered parameter, to compare ranks later. ``whole``: the parameter
+        after the write. ``own`` [owned numel]: this rank's compute parameters before the write."""
+        if self._comm.world_size == 1:
+            return
+        key = self._number[bucket], info.slot
+        before, after = self._unconfirmed.get(key) or (self.own_checksum(bucket, info.slot, own), 0)
+        if bucket.comm.shard_size > 1 and bucket.plan.shards_master:  # else ranks may have values of their own
+            after = checksum(info.flattened(whole))
+        self._unconfirmed[key] = before, after
+
+    @staticmethod
+    def own_checksum(bucket: Bucket, slot: int, own: Tensor) -> int:
+        parts = (
+            checksum(own[f.start : f.start + f.numel], f.offset) for f in bucket.owned_fragments() if f.index == slot
+        )
+        return sum(parts) & 0xFFFFFFFFFFFFFFFF
+
+    @property
+    def unconfirmed(self) -> bool:
+        return bool(self._unconfirmed)
+
+    def confirm(self) -> None:
+        """Take over this rank's copies of what any rank has written. Raise RuntimeError on all ranks if written values
+        differ. Collective."""
+        written = self._comm.all_gather_objects(list(self._unconfirmed), "what was written to parameters")
+        keys = sorted({key for found in written for key in found})
+        self._take_missed([key for key in keys if key not in self._unconfirmed])
+        table = self._comm.all_gather_objects([self._now(key) for key in keys], "values of what was written")
+        self._unconfirmed.clear()  # before the error, or the next pass would raise the error again
+        unequal = []
+        for number, (at, slot) in enumerate(keys):
+            topology = self._buckets[at].comm.topology
+            for ranks, group in zip(topology.same_params, topology.shard_groups, strict=False):
+                # A rank may have written the old values. Then it agrees with ranks that did not write.
+                original = sum(table[rank][number][0] for rank in group) & 0xFFFFFFFFFFFFFFFF
+                found = {table[rank][number][1] for rank in ranks}
+                if len({original if whole is None else whole for whole in found}) > 1:
+                    unequal.append(self._buckets[at].params[slot].fqn)
+        if unequal:
+            raise RuntimeError(
+                f"{', '.join(unequal)}: written to in a step, with other values on some ranks than on others, so that "
+                "no rank's are right for all. Write the same on all ranks, or write inside `with lightning_zero.gather("
+                "module, from_rank=0):`, where one rank's values count. (An Embedding with max_norm writes to the rows "
+                "of its rank's batch: drop max_norm.)"
+            )
+
+    def _take_missed(self, keys: Iterable[_Key]) -> None:
+        """Take over this rank's copies of parameters that other ranks have written, where it still has them: a message
+        of the user's own (``dist.broadcast(weight, 0)``) changes no version."""
+        for number, slot in keys:
+            bucket = self._buckets[number]
+            if bucket.shown is Shown.GATHERED:
+                bucket.awaited_step.wait()
+                self._take(bucket, [bucket.params[slot]])
+
+    def _now(self, key: _Key) -> tuple[int, int | None]:
+        """Return checksums of this rank's part before a write, and of the whole parameter as this rank has it; None: as
+        it was, which the parts of all ranks tell."""
+        bucket = self._buckets[key[0]]
+        known = self._unconfirmed.get(key)
+        return known or (self.own_checksum(bucket, key[1], bucket.own_compute_params()), None)
+
+    def confirm_if_any(self) -> None:
+        """Call :meth:`confirm` if any rank has unconfirmed writes. Call between passes. Collective."""
+        flag = torch.tensor([self.unconfirmed], dtype=torch.uint8)
+        if int(self._comm.max_(flag).item()):
+            self.confirm()
+
+
+class BufferSync:
+    """Detect changes of a module's buffers on any rank, and send rank 0's buffers after a change.
+
+    A write through ``.data`` raises no version. So checksums are compared too: of buffers of a few MB before every
+    step, of larger ones before training steps 1, 2, 4, 8, ..., and before evaluations. Once they have differed, buffers
+    are sent every time. A buffer whose shape differs between ranks stays each rank's own.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator) -> None:
+        self._module, self._comm = ref(module), comm
+        self._seen = self._now(module)
+        self._steps = 0
+        self._sums: dict[int, tuple[Tensor, int, int]] = {}  # buffers, versions and checksums when last compared, by id
+        self._always = False  # this rank has seen values change whose versions did not
+        # Whether any rank has buffers. Never this rank's alone: the others would wait for it, or it for them.
+        self.are_there = bool(comm.max_(torch.tensor([bool(self._seen)], dtype=torch.uint8)).item())
+
+    @staticmethod
+    def _now(module: nn.Module) -> list[tuple[str, Tensor, int]]:
+        """List names and buffers with their versions, which a write in place raises. Inference tensors have none: -1.
+        Empty buffers are left out."""
+        return [(n, b, -1 if b.is_inference() else b._version) for n, b in module.named_buffers() if b.numel()]
+
+    @outside_autograd
+    def sync(self, *, evaluates: bool = False) -> None:
+        """Send rank 0's buffers to all ranks if any rank has changed its buffers since the last call. Collective.
+        ``evaluates``: an evaluation follows, and no training step."""
+        module = self._module()
+        assert module is not None
+        if not self.are_there or self._comm.world_size == 1:
+            return
+        now = self._now(module)
+        same = len(now) == len(self._seen) and all(
+            b is old and version == before != -1
+            for (_, b, version), (_, old, before) in zip(now, self._seen, strict=True)
+        )
+        self._steps += not evaluates
+        looks = evaluates or not self._steps & (self._steps - 1)
+        looked_at = [
+            (b, version)
+            for _, b, version in now
+            if version != -1 and b.layout is torch.strided and (looks or b.nbytes <= SMALL_NBYTES)
+        ]
+        if not self._always:
+            known = [(b, version) for b, version in looked_at if self._sums.get(id(b), (b, -1, 0))[1] == version]
+            self._always = any(
+                self._sums[id(b)][2] != total for (b, _), total in zip(known, _checksums(known), strict=True)
+            )
+        kinds = kinds_of((name, b) for name, b, _ in now)
+        # All ranks agree first, because a rank that broadcast alone would wait for the others for ever.
+        flags = [self._always or not same, *digest_of(kinds)]
+        changed, *maxima = self._comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist()
+        if changed:
+            if not is_same(maxima):
+                table = self._comm.all_gather_objects(kinds, "which buffers ranks have")
+                everywhere = set(table[0]).intersection(*table)
+                now = [entry for entry, kind in zip(now, kinds, strict=True) if kind in everywhere]
+            for dtype in sorted({b.dtype for _, b, _ in now}, key=str):
+                self._send([b for _, b, _ in now if b.dtype == dtype])
+        self._seen = self._now(module)
+        if not self._always:
+            present = {id(b) for _, b, _ in now}
+            self._sums = {key: entry for key, entry in self._sums.items() if key in present}
+            new = [(b, b._version) for b, _ in looked_at if changed or id(b) not in self._sums]
+            self._sums |= {id(b): (b, version, n) for (b, version), n in zip(new, _checksums(new), strict=True)}
+
+    def _send(self, buffers: list[Tensor]) -> None:
+        flat = torch.cat([b.detach().reshape(-1) for b in buffers])
+        self._comm.broadcast(flat, among="reduce")  # not between gathers that a step left in flight
+        if self._comm.rank == 0:
+            increment_version(buffers)  # as copies do elsewhere: all ranks refuse a graph that saved them
+        else:
+            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+
+def _checksums(buffers: Sequence[tuple[Tensor, int]]) -> list[int]:
+    """Return the checksum of each buffer, with one wait for the device."""
+    found: list[int] = torch.stack([checksum_on_device(b) for b, _ in buffers]).tolist() if buffers else []
+    return found
+
+
+class Fence:
+    """Refuses uses of a module that would see placeholders for parameters. ``in_pass()``: whether a pass is open;
+    ``in_run()``: whether parameters can be used between passes."""
+
+    def __init__(self, buckets: Sequence[Bucket], in_pass: Callable[[], bool], in_run: Callable[[], bool]) -> None:
+        self._buckets, self._in_pass, self._in_run = buckets, in_pass, in_run
+        self.is_lowered = False
+        self.passing_on = ""  # the call whose code may pass parameters on, but not use their values; empty: none
+
+    @property
+    def is_plain(self) -> bool:
+        return all(bucket.shown is Shown.PLAIN for bucket in self._buckets)
+
+    @property
+    def lacks_masters(self) -> bool:
+        """Return whether, in a pass, not all of a module is there, in as many bits as the masters have."""
+        return any(bucket.plan.reshards or bucket.rounds for bucket in self._buckets)
+
+    @contextlib.contextmanager
+    def lowered(self, passing_on: str = "") -> Iterator[None]:
+        previous = self.is_lowered, self.passing_on
+        # Rounded values give way to placeholders, so that a parameter tells if code that passes them on uses them.
+        gathered = [b for b in self._buckets if passing_on and b.shown is Shown.GATHERED]
+        hidden = [b for b in gathered if b.dtypes.compute != b.dtypes.master]
+        for bucket in hidden:
+            bucket.show(gathered=False)
+        self.is_lowered, self.passing_on = True, passing_on
+        try:
+            yield
+        finally:
+            self.is_lowered, self.passing_on = previous
+            for bucket in hidden:
+                bucket.show(gathered=True)
+
+    def refuse_use(self, info: ParamInfo, operation: str) -> None:
+        """Raise a RuntimeError for ``operation`` in a call that may only pass parameters on."""
+        if self.passing_on:
+            raise RuntimeError(
+                f"{info.fqn}: expected that code in {self.passing_on} of a sharded module passes parameters on, or "
+                f"their detach(), got {operation!r}, which would use a placeholder. Change the tensors of the state "
+                "dict instead; or save and load the module's own state_dict() inside `with "
+                "lightning_zero.gather(module):`, on all ranks, where parameters have their values."
+            )
+
+    def refuse(self, what: str, *, converts: bool = False) -> None:
+        """Raise a RuntimeError if ``what``, a use of the module (``state_dict()``, say), would see placeholders."""
+        if self.is_lowered or self.is_plain:
+            return
+        in_pass = self._in_pass()
+        if not converts and self._in_run() and not (in_pass and self.lacks_masters):
+            return
+        if what == "state_dict()" and not in_pass and all(b.plan.params_are_masters for b in self._buckets):
+            return
+        raise RuntimeError(
+            f"{what} of a sharded module would read or write placeholders instead of parameters. Use "
+            "trainer.save_checkpoint(path) and trainer.fit(model, ckpt_path=path), or fabric.save and fabric.load, or "
+            "trainer.strategy.export(folder) for a model of transformers, or wrap the call in "
+            "`with lightning_zero.gather(model):`, on all ranks."
+        )
