@@ -53,19 +53,16 @@ def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine
     )
 
 
-def choose_row(
-    model: Model, machine: Machine, candidates: Candidates, rates: Rates, *, keys: str = "zero/stage and zero/offload"
-) -> Choice:
+def choose_row(model: Model, machine: Machine, candidates: Candidates, rates: Rates) -> Choice:
     """Choose the fastest stage and offload setting of ``candidates`` that fit. Raises ConfigError if none fit.
 
-    Of equally fast pairs, the one that sends least is taken, then offloads least, then shards least. ``keys``: the
-    settings that the error names.
+    Of equally fast pairs, the one that sends least is taken, then offloads least, then shards least.
     """
     usable = with_reserve(machine, activations_known=model.activations is not None)
     rows = [plan_row(model, stage, offload, usable, settings, rates) for stage, offload, settings in candidates]
     fitting = [row for row in rows if row.fits]
     if not fitting:
-        raise ConfigError(_nothing_fits(rows, usable, model, keys))
+        raise ConfigError(_nothing_fits(rows, usable, model))
     chosen = min(fitting, key=_rank)
     settings = next(s for stage, offload, s in candidates if (stage, offload) == (chosen.stage, chosen.offload))
     samples = largest_batch(model, usable, chosen, settings)
@@ -161,7 +158,7 @@ def lacks(row: Row, usable: Machine) -> str:
     return f"needs {human_bytes(have + worst.nbytes)} of {NAMES[worst.tier]} where {human_bytes(have)} may be used"
 
 
-def _nothing_fits(rows: Sequence[Row], usable: Machine, model: Model, keys: str) -> str:
+def _nothing_fits(rows: Sequence[Row], usable: Machine, model: Model) -> str:
     def lack(row: Row) -> tuple[bool, int]:
         return bool(row.refused), sum(s.nbytes for s in row.shortages)
 
@@ -180,8 +177,9 @@ def _nothing_fits(rows: Sequence[Row], usable: Machine, model: Model, keys: str)
     text = ", ".join(ways[:-1]) + (", or " if len(ways) > 1 else "") + ways[-1]
     device = "" if usable.shared else f"{human_bytes(usable.gpu_memory)} of each GPU, "
     return (
-        f"{keys}: expected a combination that fits into {usable.world_size} rank(s) on {usable.nodes} host(s): {device}"
-        f"{human_bytes(usable.host_memory)} of a host's memory, {human_bytes(usable.nvme)} of its disk, got none of "
-        f"{len(rows)}: the nearest, {nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, usable)}. "
+        f"zero/stage and zero/offload: expected a combination that fits into {usable.world_size} rank(s) on "
+        f"{usable.nodes} host(s): {device}{human_bytes(usable.host_memory)} of a host's memory, "
+        f"{human_bytes(usable.nvme)} of its disk, got none of {len(rows)}: the nearest, {nearest.stage.value} + "
+        f"{nearest.offload.value}, {lacks(nearest, usable)}. "
         f"{text[0].upper()}{text[1:]} (python -m lightning_zero.plan shows all rows)."
     )

@@ -70,7 +70,6 @@ class Waits:
         self.stall_timeout_s = stall_timeout_s
         self.place = "starting"  # what this rank is doing, in words, for other ranks' error messages
         self.issued = 0  # operations asked for so far; while it grows this rank is not stuck
-        self.waited_s = 0.0  # that the host has spent waiting for messages
         self.asked: Counter[str] = Counter()  # messages that this rank has sent or waited for, by name
         self.all_take_part = True  # all ranks take part in every message; else counts do not show who waits for whom
         self._watchdog = Watchdog.latest(self.world_size)  # that of an earlier run or engine, until watch()
@@ -123,7 +122,6 @@ class Waits:
             finally:
                 # Drop the work: it holds its tensors, and would keep a bucket's memory until the next wait.
                 _wait_of_process = _wait_of_process._replace(work=None)
-            self.waited_s += time.monotonic() - started
         except RuntimeError as error:
             waited = time.monotonic() - started
             if isinstance(error, StallError):
