@@ -8,6 +8,10 @@
     w.data = value        writes to the masters                writes to the masters
 
 Reads at stages 1 and 2 never raise; they wait for the param sync after a step.
+
+See [Note: placeholders]: an absent parameter asks this file before it is used.
+See [Note: uses of parameters between steps]: outside of passes a use shows masters, on all ranks.
+See [Note: freed storage and autograd's views]: a unit stays gathered if users keep views of its values.
 """
 
 from __future__ import annotations

@@ -14,6 +14,10 @@ same code, so all use a parameter at the same place. The first use gathers the m
 Views that users keep (``p.detach()``, ``.data``, a state dict) share the memory, so that writes to them are seen. As
 under DDP they follow the parameter: while any rank holds such views, each step is followed by a use of their units,
 which brings the new values into the same memory.
+
+See [Note: version counters] and [Note: checksums of writes]: how writes to shown masters are noticed.
+See [Note: one order of collectives]: all ranks use the same unit, which they check before its masters are gathered.
+See [Note: masters during an offloaded step]: the first use waits for the steps.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@
                  grad_arrived(param), for every trainable parameter
                  input_grads_arrived(unit), of units with frozen parameters
                  weights_needed(unit), at a read of a saved weight: saved_weights.py calls it
+
+See [Note: weak references and graphs]: hooks on modules, parameters and tensors refer to the passes weakly.
+See [Note: freed storage and autograd's views]: a unit stays gathered where autograd saves weights unseen.
 """
 
 from __future__ import annotations

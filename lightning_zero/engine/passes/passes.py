@@ -3,6 +3,11 @@
 A *pass* is a forward with its backward, or one evaluation step. A backward is *explicit* if the engine is told of it
 (:meth:`Passes.backward_scope`). A plain ``loss.backward()`` is noticed by its first hook, and ends with autograd's
 graph task.
+
+See [Note: weak references and graphs]: what autograd holds refers to the passes weakly.
+See [Note: one order of collectives]: passes begin, meet and end on all ranks, or raise on all.
+See [Note: what resume may trust]: after an exception all param syncs are issued before ranks compare counts.
+See [Note: masters during an offloaded step]: a backward, and what reads masters, waits for the steps first.
 """
 
 from __future__ import annotations

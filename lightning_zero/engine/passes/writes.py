@@ -1,4 +1,8 @@
-"""Notices what users write to gathered parameters and to buffers, and refuses calls that would see placeholders."""
+"""Notices what users write to gathered parameters and to buffers, and refuses calls that would see placeholders.
+
+See [Note: version counters] and [Note: checksums of writes]: how writes are noticed.
+See [Note: masters during an offloaded step]: a write is copied to the masters after that step.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,9 @@ The next backward, and everything that reads values, waits for all steps.
 A *param sync* all-gathers a bucket whose compute parameters are replicated and whose masters are not (stages 1 and 2,
 and offload). All ranks issue param syncs in the order of units, each after its bucket's step. A sync writes to the
 memory of views that users keep (`weight.detach()`), and nothing reports their reads. So `step()` waits for such syncs.
+
+See [Note: masters during an offloaded step]: who may touch a bucket between its submission and the end of the wait.
+See [Note: one order of collectives]: param syncs are issued in the order of units.
 """
 
 from __future__ import annotations
