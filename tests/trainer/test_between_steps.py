@@ -198,7 +198,7 @@ def assert_as(found: Run, expected: Run, what: str) -> None:
     assert_same(found, expected, what=what)
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=180)  # four fits, of everything that hooks can do
 @pytest.mark.parametrize("act", EACH, **BY_NAME)
 def test_hooks_use_weights_as_under_ddp(act: Any, tmp_path: Path) -> None:
     without = () if act is reads else (*IN_STEPS, *(AFTERWARDS if act is keeps else ()))
@@ -210,7 +210,7 @@ def test_hooks_use_weights_as_under_ddp(act: Any, tmp_path: Path) -> None:
         assert_as(fit(strategy_of(row, tmp_path, **settings), tmp_path, seeded(make), count=12), expected, row)
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=180)
 @pytest.mark.parametrize("act", [act for act in EACH if act is not keeps], **BY_NAME)
 def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(act: Any, tmp_path: Path) -> None:
     """As inside of gather(), which shows masters at every stage."""
@@ -425,7 +425,7 @@ def keeps_states(m: Any) -> Any:
     return numbers(m.kept), [value.clone().norm().item() for value in m.state_dict().values()]
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=180)
 @pytest.mark.parametrize("act", [copies_saves_and_loads, keeps_states], **BY_NAME)
 @pytest.mark.parametrize("kind", [CopiesInSteps, pytest.param(CopiesByHand, marks=pytest.mark.full)])
 def test_steps_copy_save_and_load_weights(kind: Any, act: Any, tmp_path: Path) -> None:
