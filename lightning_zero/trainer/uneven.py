@@ -30,13 +30,13 @@ class EndsTogether(PrefetchDataFetcher):
     strategy: Any
     most: int | None = None  # of batches in an epoch
     limit: float = math.inf  # of batches, of a loader that has maybe less
-    ahead = said = False
+    ahead = said = over = False
     leaves = False  # the epoch leaves batches on some rank
     states: Sequence[Any] = ()  # of loaders, before the batch that was fetched ahead
 
     def reset(self) -> None:
         super().reset()
-        self.states = []
+        self.states, self.over = [], False
         if self.most is not None:
             self.length, self.done = self.most, self.done or not self.most
         elif self.ahead:
@@ -58,7 +58,8 @@ class EndsTogether(PrefetchDataFetcher):
         return self
 
     def __next__(self) -> Any:
-        if self.done:  # on another rank, maybe
+        if self.done or self.over:  # on another rank, maybe
+            self.done = True
             raise StopIteration
         batch = self.fetch()
         self.done = self.done or self.is_over
@@ -87,7 +88,9 @@ class EndsTogether(PrefetchDataFetcher):
             self.said = True
             table = self.strategy._gather_objects((self.fetched, self.done), "who has no batch any more")
             _say({rank: f"{n - (not done)}{'' if done else ' and more'}" for rank, (n, done) in enumerate(table)})
-        self.done = bool(out)
+        self.over = bool(out)
+        # Below a limit that no rank reaches Lightning does not know the last batch, if all ranks have the same number.
+        self.done = self.over if more or self.limit == math.inf else self.is_over
 
 
 class Joins(EndsTogether):

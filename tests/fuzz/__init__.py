@@ -10,7 +10,8 @@
     refusals     what the engine may refuse, and why
     __main__     for as long as one likes: ``python -m tests.fuzz --minutes 60``
     sequences    the same for sequences in parts, and
-    meshes       for modules split among ranks: programs of their own
+    meshes       for modules split among ranks, and
+    fits         for hooks and uneven data under the Trainer: programs of their own
     test_fuzz    a minute of it, always the same
 
 A program ends in equality or in a refusal that is on the list, the same on all ranks. Actions that have nothing to work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from lightning_zero.engine.passes.grad_norms import GradNorms
 from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.units.after_step import AfterStep
+from tests import harness
+from tests.fuzz import fits
 from tests.fuzz import programs as p
 from tests.fuzz.programs import Model, Node, Program, script, source
 from tests.fuzz.run import Runner
@@ -38,6 +41,14 @@ def test_random_programs_train_like_the_plain_twin(count: int) -> None:
 
     with Runner() as runner:
         run()
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.full)])
+def test_random_fits_are_as_under_ddp(count: int) -> None:
+    for number in range(count):
+        program = fits.draw(random.Random(f"1 {number}"))
+        verdicts = harness.run(2, fits.run, program, timeout=120)
+        assert verdicts == ["equal"] * 2, f"--program 1:{number}: {program}\n{verdicts}"
 
 
 def gradients_are_sums() -> None:

@@ -144,6 +144,27 @@ def loads(m: Any) -> None:
     m.load_state_dict(m.state_dict())
 
 
+@torch.no_grad()
+def swaps_data(m: Any, views: Any = lambda m: [p.data for p in m.blocks.parameters()]) -> Any:
+    """By ``.data = ...`` in one use and back in the next. Views of before keep what they had."""
+    params, seen = list(m.blocks.parameters()), []
+    if m.kept is None:
+        m.kept = views(m), [p.data for p in params]
+        for p, a in zip(params, m.average.parameters(), strict=True):
+            p.data = a.data * 0.99
+    else:
+        seen = numbers(m.kept)
+        for p, before in zip(params, m.kept[1], strict=True):
+            p.data = before
+        m.kept = None
+    return seen, numbers(params)
+
+
+def swaps_data_beside_views(m: Any) -> Any:
+    return swaps_data(m, lambda m: ([p.detach() for p in m.blocks.parameters()], m.blocks.state_dict()))
+
+
+@torch.no_grad()
 def writes_to_a_state_dict(m: Any) -> None:
     for value in m.blocks[0].state_dict().values():
         value.mul_(0.98)
@@ -184,7 +205,7 @@ def everything(m: Any) -> Any:
     return [act(m) for act in ACTS]
 
 
-EACH = [everything, keeps, *(pytest.param(act, marks=pytest.mark.full) for act in ACTS)]
+EACH = [everything, keeps, swaps_data, *(pytest.param(act, marks=pytest.mark.full) for act in ACTS)]
 BY_NAME = {"ids": lambda act: act.__name__}
 IN_STEPS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 AFTERWARDS = ("on_fit_end",)  # the run is over for the strategy: the module is whole, in memory of its own
@@ -198,10 +219,10 @@ def assert_as(found: Run, expected: Run, what: str) -> None:
     assert_same(found, expected, what=what)
 
 
-@on_ranks(2, timeout=180)  # four fits, of everything that hooks can do
+@on_ranks(2, timeout=180)  # four fits, whose hooks do everything
 @pytest.mark.parametrize("act", EACH, **BY_NAME)
 def test_hooks_use_weights_as_under_ddp(act: Any, tmp_path: Path) -> None:
-    without = () if act is reads else (*IN_STEPS, *(AFTERWARDS if act is keeps else ()))
+    without = () if act is reads else (*IN_STEPS, *(() if act is everything else AFTERWARDS))
     make = functools.partial(Uses, act, tuple(hook for hook in HOOKS if hook not in without))
     expected = fit("ddp", tmp_path, seeded(make), count=12)
     for row in ("zero3", "zero3_offload", "zero1"):
@@ -211,7 +232,7 @@ def test_hooks_use_weights_as_under_ddp(act: Any, tmp_path: Path) -> None:
 
 
 @on_ranks(2, timeout=180)
-@pytest.mark.parametrize("act", [act for act in EACH if act is not keeps], **BY_NAME)
+@pytest.mark.parametrize("act", [act for act in EACH if act not in (keeps, swaps_data)], **BY_NAME)
 @pytest.mark.parametrize("row", ["zero3", *(pytest.param(row, marks=pytest.mark.full) for row in ("zero2", "zero0"))])
 def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(row: str, act: Any, tmp_path: Path) -> None:
     """As inside of gather(), which shows masters at every stage."""
@@ -227,6 +248,16 @@ def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(row: str, act: An
         for do in (act, gathered)
     ]
     assert_as(*runs, row)
+
+
+@on_ranks(2)
+def test_views_keep_what_was_there_when_data_is_assigned(tmp_path: Path) -> None:
+    hooks = ("on_train_batch_start", "on_validation_start", "on_validation_epoch_end")
+    make = functools.partial(Uses, swaps_data_beside_views, hooks)
+    expected = fit("ddp", tmp_path, seeded(make), count=12)
+    for settings in ({}, {"prefetch_bytes": 0}):
+        found = fit(strategy_of("zero3_offload", **settings), tmp_path, seeded(make), count=12)
+        assert_as(found, expected, f"{settings}")
 
 
 class StepsTwice(Uses):

@@ -108,6 +108,19 @@ def test_an_epoch_of_training_ends_with_the_last_batch_that_all_ranks_have(
             assert not found or f"(3 on rank 0, {more} on rank 1)" in found[0]
 
 
+@on_ranks(2)
+def test_an_epoch_that_ends_below_a_limit_on_all_ranks_ends_as_under_ddp(tmp_path: Path) -> None:
+    """Without a step for the last batches of an accumulation: Lightning does not know that they are the last."""
+    runs = []
+    for strategy in ("ddp", strategy_of("zero3")):
+        settings = {"limit_train_batches": 4, "accumulate_grad_batches": 2}
+        of, module = trainer(strategy, tmp_path, **settings), seeded(Lit)
+        of.fit(module, loader((3, 3)))
+        runs.append(record(of, module))
+        assert of.global_step == 2
+    assert_same(*runs)
+
+
 class OfTwo(Lit):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch["a"]) + super().loss(batch["b"])

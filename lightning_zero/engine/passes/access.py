@@ -89,10 +89,13 @@ class Access:
 
     @outside_autograd
     def _replace(self, place: Place, value: Tensor) -> None:
+        unit = self._unit_of[place.bucket]
+        kept = place.bucket in self._between.memory  # views of values, which users hold
+        if kept and place.bucket.shown is not Shown.MASTERS and self._passes.shows_masters(saves=False):
+            self._between.use(unit, f"an assignment to {place.info.fqn}.data", beside=[unit])
         if place.bucket.shown is Shown.MASTERS:
             self._between.replace(place, value)
             return
-        unit = self._unit_of[place.bucket]
         place.bucket.awaited_step.wait()
         # Another rank may wait for this unit's param sync. And a gather under way would overwrite the new values.
         self._after_step.sync_params(unit)

@@ -13,7 +13,8 @@ same code, so all use a parameter at the same place. The first use gathers the m
 
 Views that users keep (``p.detach()``, ``.data``, a state dict) share the memory, so that writes to them are seen. As
 under DDP they follow the parameter: while any rank holds such views, each step is followed by a use of their units,
-which brings the new values into the same memory.
+which brings the new values into the same memory. After ``p.data = value`` they keep what was there, and the parameter
+has memory of its own.
 
 See [Note: version counters] and [Note: checksums of writes]: how writes to shown masters are noticed.
 See [Note: one order of collectives]: all ranks use the same unit, which they check before its masters are gathered.
@@ -47,15 +48,45 @@ from lightning_zero.tiers.limits import available_host_memory
 class _Memory:
     """Whole masters of one bucket, in memory that parameters show and that users may hold views of."""
 
+    bucket: Bucket
     full: Tensor  # [layout.numel] master dtype
+    own: dict[int, Tensor] = field(default_factory=dict)  # slot -> values, of which users' older views are in ``full``
     handed_out: dict[int, int] = field(default_factory=dict)  # slot -> checksum when .data was read or kept
     assigned: set[int] = field(default_factory=set)  # slots whose ``.data`` was assigned
-    checksum: int | None = None  # of ``full`` when the parameters were hidden
+    checksums: list[int] | None = None  # of each parameter when they were hidden
 
     @property
     def is_held(self) -> bool:
         """Return whether anybody but this object holds the memory. Parameters must be hidden."""
-        return references(self.full) > 1
+        return any(references(tensor) > 1 for tensor in (self.full, *self.own.values()))
+
+    def values(self) -> list[Tensor]:
+        """Return the memory of each parameter."""
+        return [self.own.get(info.slot, self.bucket.part_of(self.full, info)) for info in self.bucket.params]
+
+    def whole(self) -> Tensor:
+        """Return the values of all parameters [layout.numel]."""
+        full = self.full.clone() if self.own else self.full
+        for slot, value in self.own.items():
+            self.bucket.part_of(full, self.bucket.params[slot]).copy_(value)
+        return full
+
+    def checksum(self, info: ParamInfo) -> int:
+        return checksum(info.flattened(self.values()[info.slot]))
+
+    def all_checksums(self) -> list[int]:
+        return [self.checksum(info) for info in self.bucket.params]
+
+    def assign(self, info: ParamInfo, value: Tensor) -> None:
+        """Give the parameter, which shows its memory, the values of ``value``. Views that users hold stay as they are;
+        one that is assigned is the parameter's memory again."""
+        first, slot = self.bucket.part_of(self.full, info), info.slot
+        if _is_same_memory(first, value):
+            self.own.pop(slot, None)
+        elif references(self.full) > 1 + len(self.bucket.params) - len(self.own):  # users hold others
+            self.own[slot] = torch.empty_strided(info.shape, info.strides, dtype=first.dtype, device=first.device)
+        self.values()[slot].copy_(value)
+        self.assigned.add(slot)
 
 
 class Between:
@@ -210,19 +241,19 @@ class Between:
                 continue
             full = bucket.full_master().to(bucket.dtypes.master)  # those of frozen parameters are rounded
             if (memory := self.memory.get(bucket)) is None:
-                memory = self.memory[bucket] = _Memory(full)
+                memory = self.memory[bucket] = _Memory(bucket, full)
             else:
-                if memory.checksum is not None and checksum(memory.full) != memory.checksum:
+                if memory.checksums not in (None, memory.all_checksums()):
                     raise RuntimeError(
                         f"unit {unit.title}: a view of a parameter that was read between steps ({bucket.params[0].fqn} "
                         "or one beside it) was written to in a step, whose result would be lost. Write to the "
                         "parameter itself, or to the view between steps."
                     )
-                memory.full.copy_(full)
-                memory.checksum = None
+                torch._foreach_copy_(memory.values(), [bucket.part_of(full, info) for info in bucket.params])
+                memory.checksums = None
                 for slot in memory.handed_out:
-                    memory.handed_out[slot] = self._checksum(bucket, bucket.params[slot])
-            bucket.show_whole(Shown.MASTERS, [bucket.part_of(memory.full, info) for info in bucket.params])
+                    memory.handed_out[slot] = memory.checksum(bucket.params[slot])
+            bucket.show_whole(Shown.MASTERS, memory.values())
 
     def _make_room(self, unit: Unit, beside: Collection[Unit]) -> None:
         """Hide units, the oldest first, until those that are shown and ``unit`` take no more than ``most_bytes``, or
@@ -243,14 +274,14 @@ class Between:
         """Note that users' code has read ``.data``, whose changes raise no version."""
         memory = self.memory[place.bucket]
         if place.info.slot not in memory.handed_out:
-            memory.handed_out[place.info.slot] = self._checksum(*place)
+            memory.handed_out[place.info.slot] = memory.checksum(place.info)
 
     @outside_autograd
     def replace(self, place: Place, value: Tensor) -> None:
         """Carry out ``param.data = value`` for a parameter that shows masters."""
         memory = self.memory[place.bucket]
-        place.bucket.part_of(memory.full, place.info).copy_(value)
-        memory.assigned.add(place.info.slot)
+        memory.assign(place.info, value)
+        place.bucket.show_whole(Shown.MASTERS, memory.values())
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -278,15 +309,15 @@ class Between:
         """Hide all units after an exception. What users have written goes to the masters, and is compared later. Sends
         no message."""
         written = [
-            (Place(bucket, bucket.params[slot]), memory.full)
+            (Place(bucket, bucket.params[slot]), memory.values()[slot])
             for bucket, memory in self.memory.items()
             if bucket.shown is Shown.MASTERS
             for slot in self._written(bucket)
         ]
         self.forget()
-        for place, full in written:
+        for place, value in written:
             with contextlib.suppress(RuntimeError):  # of frozen parameters, whose masters would be rounded
-                self._writes.replace(place, place.bucket.part_of(full, place.info))
+                self._writes.replace(place, value)
 
     def forget(self) -> None:
         """Hide all units and drop what users have written. Sends no message."""
@@ -324,7 +355,7 @@ class Between:
                 for slot in slots if not bucket.plan.trainable else ():
                     self._writes.note_rounded(bucket, bucket.params[slot])
                 if slots:
-                    bucket.write_whole(self.memory[bucket].full)
+                    bucket.write_whole(self.memory[bucket].whole())
         except BaseException:
             self.forget()
             raise
@@ -333,34 +364,31 @@ class Between:
             if number_of[bucket] not in held:
                 del self.memory[bucket]
             elif bucket in buckets:
-                self.memory[bucket].checksum = checksum(self.memory[bucket].full)
+                self.memory[bucket].checksums = self.memory[bucket].all_checksums()
 
     def _written(self, bucket: Bucket) -> list[int]:
         """Return the slots of the parameters that this rank's user may have written since the last call."""
         memory = self.memory[bucket]
-        if memory.checksum is not None:  # views alone are left, and do not tell of which parameter
-            return [] if checksum(memory.full) == memory.checksum else [info.slot for info in bucket.params]
+        if memory.checksums is not None:  # views alone are left
+            now = memory.all_checksums()
+            return [slot for slot, known in enumerate(memory.checksums) if now[slot] != known]
         found, memory.assigned = memory.assigned, set()
         for info in bucket.params:
             if info.param._version != info.version:
                 found.add(info.slot)
                 info.version = info.param._version
             if info.slot in memory.handed_out:
-                before, now = memory.handed_out[info.slot], self._checksum(bucket, info)
-                memory.handed_out[info.slot] = now
-                if now != before:
+                before, memory.handed_out[info.slot] = memory.handed_out[info.slot], memory.checksum(info)
+                if memory.handed_out[info.slot] != before:
                     found.add(info.slot)
         return sorted(found)
-
-    def _checksum(self, bucket: Bucket, info: ParamInfo) -> int:
-        return checksum(info.flattened(bucket.part_of(self.memory[bucket].full, info)))
 
     def _compare(self, written: Sequence[tuple[Bucket, ParamInfo]]) -> None:
         """Raise RuntimeError on all ranks if values that some rank has written are not the same on all. Collective."""
         if not written or self._comm.world_size == 1:
             return
         table = self._comm.gather_checked(
-            [self._checksum(*place) for place in written], "what was written between steps"
+            [self.memory[bucket].checksum(info) for bucket, info in written], "what was written between steps"
         )
         unequal = [
             info.fqn
@@ -373,6 +401,10 @@ class Between:
                 "that no rank's are right for all. Write the same on all ranks, or write inside `with "
                 "lightning_zero.gather(module, from_rank=0):`, where one rank's values count."
             )
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and (one.shape, one.stride()) == (other.shape, other.stride())
 
 
 def _needs_masters(bucket: Bucket) -> bool:
