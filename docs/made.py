@@ -1,8 +1,8 @@
 """Makes from the code what the documentation repeats of it; MkDocs calls it as a hook.
 
-``python docs/made.py`` writes the table of settings into ``docs/settings.md``, and the types of keywords into
-``lightning_zero/settings/keywords.py``. ``mkdocs build`` adds the pages that lie outside of ``docs/``, and a page of
-the public names.
+``python docs/made.py`` writes the types of keywords into ``lightning_zero/settings/keywords.py``, and ``python
+docs/made.py settings`` prints the table of settings. ``mkdocs build`` puts this table into ``docs/settings.md``, and adds
+the pages that are kept outside of ``docs/`` and a page of the public names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lightning_zero.settings import MIB, ZeroConfig  # noqa: E402
 from lightning_zero.settings.names import ALSO, ROWS  # noqa: E402
 from lightning_zero.settings.values import CONF, NBytes, kinds_of  # noqa: E402
 
-BEGIN, END = "<!-- made from the code by `make docs` -->", "<!-- end -->"
-# Pages of the site that lie outside of docs/, by their name there.
+BEGIN, END = "<!-- settings -->", "<!-- end -->"  # around what the site replaces with the table of settings
+# Pages of the site that are kept outside of docs/, by their name there.
 OTHERS = {
     "index.md": "README.md",
     "images.md": "docker/README.md",
@@ -100,10 +100,12 @@ def settings_table() -> str:
 
 
 def with_made(page: str) -> str:
-    """Return ``docs/settings.md`` with the table of today."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{settings_table()}\n\n{END}{tail}"
+    """Return ``docs/settings.md`` with the table in place of the words that say how to see it."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"expected {BEGIN} and {END} in docs/settings.md")
+    return f"{head}{settings_table()}{tail}"
 
 
 # -- lightning_zero/settings/keywords.py ----------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def _markdown(text: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that do not lie in ``docs/``."""
+    """Add the pages that are kept outside of ``docs/``."""
     from mkdocs.structure.files import File
 
     for name, source in OTHERS.items():
@@ -236,13 +238,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links to files outside of ``docs/`` into links to their pages."""
+    """Fill in the table of settings, and turn links to files outside of ``docs/`` into links to their pages."""
     name = page.file.src_uri
+    markdown = with_made(markdown) if name == "settings.md" else markdown
     return markdown if name in {*OTHERS, API} else _moved(markdown, f"docs/{name}")
 
 
 def _moved(text: str, source: str) -> str:
-    """Rewrite the links of a file of the repository for the site, where all pages lie in one folder."""
+    """Rewrite the links of a file of the repository for the site, whose pages are all in one folder."""
     pages = {file: name for name, file in OTHERS.items()}
 
     def link(match: re.Match[str]) -> str:
@@ -258,6 +261,7 @@ def _moved(text: str, source: str) -> str:
 
 
 if __name__ == "__main__":
-    place = ROOT / "docs" / "settings.md"
-    place.write_text(with_made(place.read_text()))
-    KEYWORDS.write_text(keywords())
+    if sys.argv[1:] == ["settings"]:
+        print(settings_table())
+    else:
+        KEYWORDS.write_text(keywords())
