@@ -1,8 +1,8 @@
 """Makes from the code what the documentation repeats of it; MkDocs calls it as a hook.
 
 ``python docs/made.py`` writes the types of keywords into ``lightning_zero/settings/keywords.py``, and ``python
-docs/made.py settings`` prints the table of settings. ``mkdocs build`` puts this table into ``docs/settings.md``, and adds
-the pages that are kept outside of ``docs/`` and a page of the public names.
+docs/made.py settings`` prints the table of settings. ``mkdocs build`` puts this table into ``docs/settings.md``, and
+adds the pages that are kept outside of ``docs/`` and a page of the public names.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MORE = {
     "zero.offload": "offload.md#the-folder-for-files",
     "zero.hybrid_shard": "communication.md#nodes",
     "zero/checkpoint": "checkpoints.md",
-    "zero.checkpoint.background": "checkpoints.md#behind-training",
+    "zero.checkpoint.background": "checkpoints.md#in-the-background",
     "zero.optimizer.sharding": "optimizers.md",
     "zero.optimizer.state_dtype": "offload.md#state-in-bf16",
     "zero/compile": "#torchcompile",
