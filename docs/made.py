@@ -38,7 +38,7 @@ OTHERS = {
 API = "api.md"
 # Where more is said about a setting, by the beginning of its name.
 MORE = {
-    "zero.fingerprint": "monitoring.md#fingerprints-and-steps-that-are-run-again",
+    "zero.fingerprint": "monitoring.md#fingerprints-and-replaying-steps",
     "zero.uneven": "lightning.md",
     "zero.loss": "parameters.md#a-mean-over-all-tokens",
     "zero/stage": "#groups",
