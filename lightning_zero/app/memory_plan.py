@@ -151,9 +151,8 @@ def _budgets(zero: ZeroConfig, offload: Offload) -> OffloadConfig:
 def find_machine(
     asked: MachineConfig, zero: ZeroConfig, *, gpus: int | None = None, nodes: int | None = None, on_gpus: bool = True
 ) -> Machine:
-    """Return the machine to plan for. Values that ``asked`` does not give come from this machine.
-
-    ``gpus``, ``nodes``: those of the run, if known. ``on_gpus``: whether the run uses GPUs if there are any."""
+    """Return the machine to plan for. Values that ``asked`` does not give come from this machine. ``gpus``, ``nodes``:
+    those of the run, if known. ``on_gpus``: whether the run uses GPUs if there are any."""
     from lightning_zero.comm.share import Share, own_path
     from lightning_zero.device.cuda import gpu_count, gpu_nbytes
     from lightning_zero.tiers.limits import available_host_memory

@@ -109,9 +109,7 @@ def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -
 
 def _exchange(tensors: Sequence[Tensor], sharers: Sharers, *, to_heads: bool) -> list[Tensor]:
     """Exchange all heads of this part's positions for all positions of this rank's heads (``to_heads``), or vice versa.
-    Collective.
-
-    Numbers of heads and widths may differ between ``tensors``. Tensors of one dtype share one message."""
+    Collective. Numbers of heads and widths may differ between ``tensors``. Tensors of one dtype share one message."""
     if len({tensor.dtype for tensor in tensors}) > 1:
         return [_exchange([tensor], sharers, to_heads=to_heads)[0] for tensor in tensors]
     return list(_Exchange.apply(sharers, to_heads, *tensors))  # type: ignore[no-untyped-call]

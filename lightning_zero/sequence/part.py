@@ -136,10 +136,9 @@ class SequencePart:
         return self.mean_of(total, count, mean.dtype)
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of the whole sequences, made from a step's ``loss`` of this part. Collective.
-
-        If ``loss`` adds other terms to a mean over all parts' tokens, their sum is averaged over the parts. If it
-        contains no such mean, all ranks raise ConfigError."""
+        """Return the loss of the whole sequences, made from a step's ``loss`` of this part. Collective. If ``loss``
+        adds other terms to a mean over all parts' tokens, their sum is averaged over the parts. If it contains no such
+        mean, all ranks raise ConfigError."""
         if any(made() is loss for made in self._means):
             return loss
         known = next(_counts_in(loss), None) is not None
@@ -232,10 +231,9 @@ def set_current(part: SequencePart | None) -> SequencePart | None:
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the positions of a forward's tokens in their sequence: ``[length] int64``.
-
-    Use this in place of ``torch.arange(length)``. Under ``zero.sequence_parallel``, inside a step, it gives the
-    positions of this rank's part, and raises ConfigError if ``length`` is not that of the part."""
+    """Return the positions of a forward's tokens in their sequence: ``[length] int64``. Use this in place of
+    ``torch.arange(length)``. Under ``zero.sequence_parallel``, inside a step, it gives the positions of this rank's
+    part, and raises ConfigError if ``length`` is not that of the part."""
     part = current()
     return torch.arange(length, device=device) if part is None else part.positions(length, device)
 

@@ -102,10 +102,9 @@ def _in_pod(environ: Mapping[str, str]) -> bool:
 
 def own_environment() -> ClusterEnvironment | None:
     """If Lightning does not detect mpirun, set torchrun's variables and return torchrun's environment. Else ``None``.
-
     Lightning knows MPI through mpi4py alone, and Kubeflow's PyTorchJob through a plugin alone, for which ``NODE_RANK``
-    is set here. Else every process would take itself for the first and start more. Raises ConfigError if this
-    process's rank or the address of rank 0 is unknown."""
+    is set here. Else every process would take itself for the first and start more. Raises ConfigError if this process's
+    rank or the address of rank 0 is unknown."""
     place = launched()
     if _in_pod(os.environ):
         os.environ.setdefault("NODE_RANK", os.environ["RANK"])

@@ -1,7 +1,8 @@
 """Find under which names, and in which form, a Hugging Face folder has the tensors of a module.
 
 Names lose the prefix that the model has in its LightningModule. Tensors that transformers converts at loading are
-converted back, and tied parameters appear once. Of a PEFT model PEFT's own functions decide what is written."""
+converted back, and tied parameters appear once. Of a PEFT model PEFT's own functions decide what is written.
+"""
 
 from __future__ import annotations
 

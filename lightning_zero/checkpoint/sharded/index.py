@@ -110,8 +110,7 @@ class _Unpickler(pickle._Unpickler):
 
 def read_index(folder: Place) -> Metadata:
     """Read the index of the checkpoint ``folder`` without running code in it. Raises ConfigError, with the file, if the
-    index is missing or damaged, another file missing or too short, or the checkpoint not Lightning's.
-    """
+    index is missing or damaged, another file missing or too short, or the checkpoint not Lightning's."""
     path = folder / INDEX
     try:
         data = path.read_bytes()

@@ -2,7 +2,8 @@
 In an object store the index is the commit (``tiers/remote.py``).
 
 torch's writer copies every view, so it holds a copy of the rank's whole shard until the file is complete. This writer
-takes each box from the memory that holds it, and reads offloaded values from their files one bucket at a time."""
+takes each box from the memory that holds it, and reads offloaded values from their files one bucket at a time.
+"""
 
 from __future__ import annotations
 

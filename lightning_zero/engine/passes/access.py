@@ -155,7 +155,6 @@ class Writes:
 
     def note_rounded(self, bucket: Bucket, info: ParamInfo, *, in_gather: bool = False) -> None:
         """If a written parameter is used in fewer bits than it was built with, small changes were lost: warn, once.
-
         Raise RuntimeError instead if it is frozen, and so has no fp32 master, unless the write was ``in_gather``."""
         if bucket.dtypes.compute.itemsize >= info.dtype.itemsize:
             return
@@ -494,7 +493,8 @@ class Access:
 
         ``saves``: autograd will save the values.
 
-        Raises RuntimeError outside of a run if a unit reshards."""
+        Raises RuntimeError outside of a run if a unit reshards.
+        """
         self._passes.forget_failed()
         brought: list[Unit] = []
         places = [self._place_of(param) for param in params]

@@ -97,8 +97,7 @@ def copy_containers(value: _T) -> _T:
 
 def take_tensors(value: object, known: Sequence[Tensor] = ()) -> tuple[object, list[Tensor]]:
     """Replace each tensor in ``value`` by a numbered :class:`TensorPlace`. Return the result and the tensors by number.
-    Those in ``known`` get numbers from -1 down, and are not returned.
-    """
+    Those in ``known`` get numbers from -1 down, and are not returned."""
     numbers = {id(tensor): -1 - number for number, tensor in enumerate(known)}
     tensors: list[Tensor] = []
 

@@ -84,10 +84,9 @@ def itemsizes(dtypes: Dtypes) -> Itemsizes:
 
 
 def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
-    """Return a description of each unit of `module` with its buckets, the root first. The module can be on meta.
-
-    Raises ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantised
-    weights), 4-bit weights that cannot be sharded, and CUDA graphs over parameters that are gathered and dropped."""
+    """Return a description of each unit of `module` with its buckets, the root first. The module can be on meta. Raises
+    ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantised weights),
+    4-bit weights that cannot be sharded, and CUDA graphs over parameters that are gathered and dropped."""
     refuse_scripted(module)
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
@@ -226,9 +225,8 @@ def recomputes(block: nn.Module, config: ZeroConfig) -> bool:
 
 
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield parameters from which weights are computed (spectral and weight norm, parametrizations).
-
-    They keep fp32: the computation is inexact in low precision, and fails with buffers of another dtype."""
+    """Yield parameters from which weights are computed (spectral and weight norm, parametrizations). They keep fp32:
+    the computation is inexact in low precision, and fails with buffers of another dtype."""
     for inner in module.modules():
         if isinstance(inner, ParametrizationList):
             yield from inner.parameters()
@@ -303,9 +301,8 @@ def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Check that all ranks have equal parameters in the same order. All ranks take rank 0's strides. Collective.
-
-    Raises ConfigError with the first difference, on all ranks. `group` is None for one rank."""
+    """Check that all ranks have equal parameters in the same order. All ranks take rank 0's strides. Collective. Raises
+    ConfigError with the first difference, on all ranks. `group` is None for one rank."""
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [(_describe(u, info), info.saved_strides) for u in units for bucket in u.buckets for info in bucket.params]
     digest = hashlib.sha256(repr(own).encode()).digest()

@@ -65,10 +65,9 @@ class Claimed(NamedTuple):
 
 
 class GradStore:
-    """Holds a reduced gradient on the device. The subclass :class:`OnHost` holds it in host memory.
-
-    ``value`` is the gradient or None. Reading it waits for a copy to the host, if one is under way. ``memory`` is the
-    tensor that the store has allocated. :class:`OnHost` keeps it while there is no gradient."""
+    """Holds a reduced gradient on the device. The subclass :class:`OnHost` holds it in host memory. ``value`` is the
+    gradient or None. Reading it waits for a copy to the host, if one is under way. ``memory`` is the tensor that the
+    store has allocated. :class:`OnHost` keeps it while there is no gradient."""
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
         self._dtype, self._streams = dtype, streams
@@ -128,10 +127,9 @@ class _Seen:
 
 
 class OnHost(GradStore):
-    """Holds the gradient in host memory, pinned for a GPU, of exactly the gradient's size.
-
-    Norms and finite checks that callers have asked for on earlier gradients are computed on the device before the copy.
-    On the host each would take another pass over memory after the backward."""
+    """Holds the gradient in host memory, pinned for a GPU, of exactly the gradient's size. Norms and finite checks that
+    callers have asked for on earlier gradients are computed on the device before the copy. On the host each would take
+    another pass over memory after the backward."""
 
     is_there = False  # type: ignore[assignment]
 
@@ -250,7 +248,8 @@ class Landing:
         d2h    :              [piece 1][piece 2][piece 3]...      into two pinned buffers by turns
         thread :                       [add 1]  [add 2]  [add 3]
 
-    `asked_norms` and `asked_finite` note which norms callers have asked for, and whether they need the finite check."""
+    `asked_norms` and `asked_finite` note which norms callers have asked for, and whether they need the finite check.
+    """
 
     def __init__(self, streams: Streams, threads: int) -> None:
         """`threads`: how many threads torch's kernels use inside the thread that adds gradients."""
@@ -270,7 +269,6 @@ class Landing:
 
     def add(self, reduced: Tensor, target: Tensor) -> Future[None]:
         """Add `reduced` [n], on the device, to pinned `target` [n] in a thread. Both are in use until the future ends.
-
         Earlier copies to `target` must have been queued before this call."""
         # Device memory is kept until this thread knows that the add has ended. The wait bounds how much is kept.
         while self._under_way and (len(self._under_way) >= HELD or self._under_way[0][0].done()):
