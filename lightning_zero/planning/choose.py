@@ -183,5 +183,5 @@ def _nothing_fits(rows: Sequence[Row], usable: Machine, model: Model, keys: str)
         f"{keys}: expected a combination that fits into {usable.world_size} rank(s) on {usable.nodes} host(s): {device}"
         f"{human_bytes(usable.host_memory)} of a host's memory, {human_bytes(usable.nvme)} of its disk, got none of "
         f"{len(rows)}: the nearest, {nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, usable)}. "
-        f"{text[0].upper()}{text[1:]} (python -m lightning_zero.plan shows all rows)."
+        f"{text[0].upper()}{text[1:]} (python -m lightning_zero.plan shows all of them)."
     )

@@ -56,8 +56,8 @@ def check_allocation(
         assert found is not None and found.local_world_size is not None and found.nodes is not None
         if found.world_size != found.local_world_size * found.nodes:
             raise ConfigError(
-                f"{found.by}: expected as many processes on every node, got {found.local_world_size} on this one and "
-                f"{world} on {found.nodes} nodes. Start them by {flags(found.by, nodes, devices)}."
+                f"{found.by}: expected equally many processes on every node, got {found.local_world_size} on this one "
+                f"and {world} on {found.nodes} nodes. Start them by {flags(found.by, nodes, devices)}."
             )
         if (found.nodes, found.local_world_size) == (nodes, devices):
             return

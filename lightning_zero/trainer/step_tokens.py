@@ -52,7 +52,7 @@ class StepTokens:
         if self._grads.backwards > self._backwards:
             raise RuntimeError(
                 "zero.loss=tokens: gradients have come from a loss.backward(), whose tokens are not counted. Call "
-                "self.manual_backward(loss) in its place."
+                "self.manual_backward(loss) instead."
             )
 
     def weigh(self, loss: Tensor) -> Tensor:

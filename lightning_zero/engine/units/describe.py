@@ -85,7 +85,7 @@ def itemsizes(dtypes: Dtypes) -> Itemsizes:
 
 def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
     """Return a description of each unit of `module` with its buckets, the root first. The module can be on meta. Raises
-    ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantised weights),
+    ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantized weights),
     4-bit weights that cannot be sharded, and CUDA graphs over parameters that are gathered and dropped."""
     refuse_scripted(module)
     refuse_cuda_graphs(module, config)
@@ -120,8 +120,8 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
             # The engine sets `.data`: that would change the wrapper only, and modules use the inner tensors.
             raise ConfigError(
                 f"parameter {fqns[0]} is a {type(param).__name__}, a wrapper whose values lie in other tensors (as the "
-                "quantised and float8 weights of torchao): what is gathered, loaded and trained would not get there. "
-                "Shard the plain module: quantise it after training, train in float8 by zero/precision=float8; for a "
+                "quantized and float8 weights of torchao): what is gathered, loaded and trained would not get there. "
+                "Shard the plain module: quantize it after training, train in float8 by zero/precision=float8; for a "
                 "frozen 4-bit base take bitsandbytes' Linear4bit."
             )
         refuse_unpackable(param, fqns[0])

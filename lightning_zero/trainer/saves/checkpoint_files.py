@@ -106,7 +106,7 @@ class CheckpointFiles(Processes):
         total = sum(r.checked for r in self._gather_objects(report, "checksums")) // max(1, len(found) // len(peers))
         if report.unknown:
             rank_zero_warn(
-                f"{name} has no checksums for all that is in it: it is loaded as it is (zero.checkpoint.verify)."
+                f"{name} has no checksums for all that is in it: it is loaded without a check (zero.checkpoint.verify)."
             )
         elif total:
             rank_zero_info(f"{name} is as it was written: {total:,} bytes agree with their checksums")

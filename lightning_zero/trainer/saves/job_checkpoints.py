@@ -29,7 +29,7 @@ def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()
         return None
     if trainer.is_global_zero:
         shown = os.path.relpath(found) if isinstance(found, Path) else found  # else in a remote folder
-        print(f"{job_name()} has started again: it goes on from {shown}", flush=True)
+        print(f"{job_name()} has started again: it resumes from {shown}", flush=True)
     trainer.strategy.run_plan.resumes_job = True  # type: ignore[attr-defined]
     return str(found)
 
