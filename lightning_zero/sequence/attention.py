@@ -32,13 +32,13 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention``, under ``zero.sequence_parallel`` over the whole sequence. Collective.
+    """Compute ``F.scaled_dot_product_attention`` over whole sequences under ``zero.sequence_parallel``. Collective.
 
     Inside a step this function replaces torch's, and raises ConfigError for unsupported shapes.
 
     Args:
         query, key, value: ``[batch, heads, positions, width]``; inside a step with the positions of this rank's part.
-        attn_mask: of the whole sequence: ``[..., whole, whole]`` or ``[..., 1, whole]``.
+        attn_mask: a mask for the whole sequence: ``[..., whole, whole]`` or ``[..., 1, whole]``.
     """
     part = current()
     if part is None:

@@ -34,12 +34,12 @@ class Window(NamedTuple):
 
 
 class SequencePart:
-    """This rank's part of a batch's sequences. Parts have equal lengths and are in rank order.
+    """This rank's part of the sequences of a batch. Parts have equal lengths and are in rank order.
 
     Attributes:
-        sharers: the ranks that have the parts.
-        window: the only positions of each sequence that are used; ``None``: all.
-        length: positions of one part; ``None`` before the first cut.
+        sharers: the ranks that share the sequences, one part each.
+        window: the positions of each sequence that are used; ``None``: all.
+        length: number of positions of a part; ``None`` before the first cut.
         rounding: rounding error of the coarsest dtype in which attention was computed.
         empty_is_zero: whether a mean over no tokens is 0, not NaN.
     """
@@ -231,9 +231,11 @@ def set_current(part: SequencePart | None) -> SequencePart | None:
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the positions of a forward's tokens in their sequence: ``[length] int64``. Use this in place of
-    ``torch.arange(length)``. Under ``zero.sequence_parallel``, inside a step, it gives the positions of this rank's
-    part, and raises ConfigError if ``length`` is not that of the part."""
+    """Return the positions of ``length`` tokens in their sequence: ``[length] int64``.
+
+    Call this function instead of ``torch.arange(length)``. Inside a step under ``zero.sequence_parallel`` it returns
+    the positions of this rank's part, and raises ConfigError if ``length`` is not that of the part.
+    """
     part = current()
     return torch.arange(length, device=device) if part is None else part.positions(length, device)
 
@@ -241,13 +243,14 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | None = None) -> Tensor:
     """Return the mean of ``values [batch, length, ...]`` over all tokens. Collective.
 
-    Under ``zero.sequence_parallel`` the mean is over all parts, each token counted once, and equal on all ranks of a
-    group. A loss that ``training_step`` computes from this mean needs no further averaging. The result is 0-d; with
-    ``dim``, it has the shape of ``values`` without that dimension. It is NaN where no token counts.
+    Under ``zero.sequence_parallel`` the mean is over all parts, with each token counted once, and equal on all ranks of
+    a group. A loss that ``training_step`` computes from this mean needs no further averaging. The result is 0-d; with
+    ``dim`` it has the shape of ``values`` without that dimension. A mean over no tokens is NaN.
 
     Args:
-        where: ``bool``, expandable to ``values``: the tokens that count. Default: all.
-        dim: average only along this dimension (the sequence), say for one mean per text. Default: along all.
+        where: the tokens that count, a ``bool`` tensor that is expandable to ``values``. Default: all tokens.
+        dim: average only along this dimension (the sequence), for example to get one mean per text. Default: all
+            dimensions.
     """
     part = current()
     dims = tuple(range(values.dim())) if dim is None else (dim,)

@@ -128,10 +128,10 @@ def divide_by_tokens(module: pl.LightningModule, *optimizers: Optimizer) -> None
 
     Args:
         module: the LightningModule.
-        optimizers: those whose parameters got gradients in these backwards; default: all.
+        optimizers: the optimizers whose parameters got gradients in these backwards; default: all.
 
     Raises:
-        RuntimeError: other parameters have such gradients too, or gradients of an earlier step are still there.
+        RuntimeError: other parameters have undivided gradients too, or gradients of an earlier step were not cleared.
     """
     strategy: Any = module.trainer.strategy
     tokens = step_tokens(strategy)

@@ -68,11 +68,11 @@ def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | No
 
 
 def stream(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of each tensor that ``export`` would write, for an inference engine. Collective.
+    """Yield the name and values of each tensor that ``export`` would write, for an inference engine. Collective.
 
-    All ranks must take all tensors, between steps. A tensor is on the device, and valid until the next one is taken.
-    One bucket is gathered at a time, in fp32 if its masters are fp32. ``dtype``: of floating-point tensors; ``None``:
-    as before sharding. Raises RuntimeError if ``module`` is not sharded.
+    All ranks must iterate over all tensors, between steps. A tensor is on the device, and valid until the next one is
+    yielded. ``dtype`` is the dtype of floating-point tensors; ``None``: the dtype that each had before sharding. Raises
+    RuntimeError if ``module`` is not sharded.
     """
     engine = engine_of(module)
     if engine is None:
