@@ -128,7 +128,7 @@ def test_what_does_not_fit_says_what_would(command: Any, planned: Any) -> None:
 def test_a_machine_too_small_for_all_rows_is_told(command: Any) -> None:
     _, out, _ = command("machine.gpus=1", "machine.gpu_memory=1kB", "machine.host_memory=1kB", "machine.nvme=1kB")
     assert "Nothing fits" in out
-    assert "auto selects nothing: zero/stage and zero/offload: expected a row that" in out.replace("\n  ", " ")
+    assert "auto selects nothing: zero/stage and zero/offload: expected a combination that" in out.replace("\n  ", " ")
 
 
 @pytest.mark.sample
