@@ -112,7 +112,7 @@ class SequencePart:
 
         Args:
             total: sums over ``count`` tokens of this part, in the shape of ``count``. Both may be weighted.
-            dtype: of the mean. It is computed in fp64, because half precision does not hold sums and counts.
+            dtype: dtype of the result. It is computed in fp64, because half precision cannot hold sums and counts.
             is_feature: parts compute different values from the mean. Then all ranks must run a backward, or none.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])

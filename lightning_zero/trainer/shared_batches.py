@@ -41,7 +41,7 @@ class SharedBatches:
         self._checked: set[str] = set()  # gradients that were not zero on some rank
 
     def check_alike(self, batch: Any) -> None:
-        """Raise ConfigError on all ranks that should have one batch if theirs differ. Collective."""
+        """Raise ConfigError if ranks that should share a batch have different ones. Collective."""
         check_alike(batch, self.group, KEY)
 
     def note(self, name: str, grad: Tensor) -> None:

@@ -25,7 +25,8 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 
 class Group(NamedTuple):
-    """Tensors of a module that files hold in another form. ``convert``: from values by key to values by name."""
+    """Tensors of a module that files hold in another form. ``convert`` maps values by key in files to values by name in
+    the module."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta

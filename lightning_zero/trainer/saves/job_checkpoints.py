@@ -23,7 +23,7 @@ _fits = itertools.count(1)  # of this process. A restarted script calls them in 
 
 def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()) -> str | None:
     """Return the newest checkpoint that an earlier start of this job wrote, equal on all ranks; None if there is none.
-    Say so, and tell the strategy. ``folders``: where to look besides ``run_dir``."""
+    If there is one, print its path, and tell the strategy. ``folders``: where to look besides ``run_dir``."""
     found = checkpoint_of_job(run_dir, folders)
     if found is None:
         return None
