@@ -110,7 +110,7 @@ class Found:
 
     Attributes:
         losses: values on which backward was called.
-        sums: of the parameters' gradients; see :class:`Sums`.
+        sums: sums of the parameters' gradients; see :class:`Sums`.
         output: what an evaluation step has returned.
         logged: logged values, each with the name of its reduction.
         rounding: rounding error of the coarsest dtype seen.

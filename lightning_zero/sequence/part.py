@@ -27,7 +27,7 @@ class Window(NamedTuple):
     at: float
 
     def cut(self, whole: int) -> tuple[int, int]:
-        """Return the first position and the length of the piece of a sequence of ``whole`` positions. The piece is
+        """Return the first position and the length of a piece of a sequence that has ``whole`` positions. The piece is
         short enough for one rank, and long enough that a shift or a convolution's window shows in each part."""
         length = self.parts * min(whole // self.parts, max(8, 64 // self.parts))
         return int((whole - length) * self.at), length
@@ -170,7 +170,7 @@ class SequencePart:
 
 
 class WholeBatch(SequencePart):
-    """Takes a part's place where sequences are not divided. It only counts the tokens of a batch's losses."""
+    """Replaces :class:`SequencePart` if sequences are not divided. Only counts the tokens of a batch's losses."""
 
     def __init__(self) -> None:
         super().__init__(OnPaper(1))

@@ -59,10 +59,10 @@ class _Piece(NamedTuple):
 
 @outside_autograd
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | None, shard_nbytes: int) -> None:
-    """Write the model of ``engine`` to the folder ``path`` for ``from_pretrained``. Collective. ``dtype``: of
-    floating-point tensors; ``None``: as before sharding. ``shard_nbytes``: most bytes of a file. Raises ConfigError if
-    ``path`` is not empty or some ranks do not see it. If the folder cannot be written, all ranks raise, with folder and
-    cause."""
+    """Write the model of ``engine`` to the folder ``path`` for ``from_pretrained``. Collective. ``dtype`` is the dtype
+    of floating-point tensors (None: as before sharding), ``shard_nbytes`` the largest size of a file. Raises
+    ConfigError if ``path`` is not empty or some ranks do not see it. If the folder cannot be written, all ranks raise,
+    with folder and cause."""
     with naming(Path(path), folder=True):
         _Export(engine, Path(path), dtype, shard_nbytes).run()
 
