@@ -20,7 +20,7 @@ class Window(NamedTuple):
 
     Attributes:
         parts: number of parts into which the short piece divides.
-        at: where in the sequence the piece lies: 0 is the beginning, 1 the end.
+        at: where in the sequence the piece is: 0 is the beginning, 1 the end.
     """
 
     parts: int

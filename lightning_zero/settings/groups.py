@@ -176,7 +176,7 @@ def without_effect(row: Offload) -> list[str]:
     if row is Offload.none:
         found.append("host_budget")
     if row in (Offload.optimizer_nvme, Offload.nvme):
-        found.append("host_budget")  # only gradients rest on the host there
+        found.append("host_budget")  # only gradients are on the host there
     return found
 
 

@@ -4,7 +4,7 @@
 
     a backward           of its mean loss times its number of tokens, so that gradients add up to sums over tokens
     the last backward    one message with the number of tokens of all ranks and micro-batches
-    before clipping      gradients are divided by it, where they rest
+    before clipping      gradients are divided by it, where they are kept
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def held(strategy: ZeroStrategy) -> list[int]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("why", ["there is no host memory for a copy", "what is saved rests in files"])
+@pytest.mark.parametrize("why", ["there is no host memory for a copy", "what is saved is in files"])
 def test_training_waits_for_a_save_that_finds_no_memory_for_a_copy(why: str, tmp_path: Path) -> None:
     """On all ranks, whoever lacks the memory."""
     in_files = "files" in why

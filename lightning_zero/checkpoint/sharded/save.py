@@ -148,7 +148,7 @@ def _why_not(behind: Behind, items: Sequence[Item]) -> str:
     """Return why a save cannot run in the background; empty if it can."""
     wanted = slices_of(items)
     if any(isinstance(storage, FileStorage) for storage in wanted):
-        return "what is saved rests in files"
+        return "what is saved is in files"
     available = available_host_memory() + sum(pages.nbytes for pages in behind.spare)
     return "there is no host memory for a copy of what is saved" if Snapshot.nbytes(wanted) > available else ""
 

@@ -50,7 +50,7 @@ class CheckpointFiles(Processes):
         self._checkpoint_io = io
 
     def _put_values(self, engines: Iterable[Engine], checkpoint: dict[str, Any], save: RangeSave | None = None) -> None:
-        """Give modules of ``engines`` that lie in ``checkpoint`` the values that are saved. Collective."""
+        """Give modules of ``engines`` that are in ``checkpoint`` the values that are saved. Collective."""
         for engine in engines:
             make: Make = partial(whole_values, checkpoint)
             if self.config.checkpoint.name is CheckpointFormat.sharded:

@@ -33,7 +33,7 @@ class OtherModelError(ConfigError, RuntimeError):
 
 
 class OnlyWeightsError(ConfigError, KeyError):
-    """Raised if the checkpoint has no optimizer states to go on with. It is a KeyError too, as Lightning raises."""
+    """Raised if the checkpoint has no optimizer states to resume from. A KeyError too, like Lightning's error."""
 
     __str__ = Exception.__str__
 
