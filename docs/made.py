@@ -191,7 +191,7 @@ def api() -> str:
     lines = [
         "# API",
         "",
-        "What `import lightning_zero` offers. The settings are those of [settings.md](settings.md).",
+        "What `import lightning_zero` offers. [Groups and settings](settings.md) describes the settings.",
         "",
     ]
     for name in lightning_zero.__all__[1:]:
@@ -245,7 +245,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _moved(text: str, source: str) -> str:
-    """Rewrite the links of a file of the repository for the site, whose pages are all in one folder."""
+    """Rewrite the links of a file of the repository for the site, whose pages are all in one folder. A link whose text
+    is the name of a file gets the title of that page."""
     pages = {file: name for name, file in OTHERS.items()}
 
     def link(match: re.Match[str]) -> str:
@@ -255,7 +256,10 @@ def _moved(text: str, source: str) -> str:
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if file not in pages and not file.startswith("docs/"):
             return match[1]  # a file that is no page: its name alone
-        return f"[{match[1]}]({pages.get(file, file.removeprefix('docs/'))}{anchor and '#' + anchor})"
+        named = match[1] in (file, posixpath.basename(file))  # a link to a page by its file's name
+        title = re.search(r"^# (.+)$", (ROOT / file).read_text(), re.MULTILINE) if named else None
+        words = title[1] if title else match[1]
+        return f"[{words}]({pages.get(file, file.removeprefix('docs/'))}{anchor and '#' + anchor})"
 
     return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", link, text)
 

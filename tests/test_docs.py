@@ -179,6 +179,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert {"index.html", "images.html", "api.html"} <= set(pages)
     assert pages["settings.html"].count("<tr>") > count_keys(ZeroConfig()), "the table of settings"
     for name, text in pages.items():
+        assert not re.search(r"<a [^>]*>[\w/]+\.md</a>", text), f"{name} shows the name of a file for a link"
         loaded = re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?(https?://[^ \">]+)", text)
         assert not loaded, f"{name} loads {loaded}"
 
