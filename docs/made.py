@@ -1,8 +1,8 @@
 """Makes from the code what the documentation repeats of it; MkDocs calls it as a hook.
 
-``python docs/made.py`` writes the table of settings into ``docs/settings.md``, and the types of keywords into
-``lightning_zero/settings/keywords.py``. ``mkdocs build`` adds the pages that lie outside of ``docs/``, and a page of
-the public names.
+``python docs/made.py`` writes the types of keywords into ``lightning_zero/settings/keywords.py``, and ``python
+docs/made.py settings`` prints the table of settings. ``mkdocs build`` puts this table into ``docs/settings.md``, and
+adds the pages that are kept outside of ``docs/`` and a page of the public names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lightning_zero.settings import MIB, ZeroConfig  # noqa: E402
 from lightning_zero.settings.names import ALSO, ROWS  # noqa: E402
 from lightning_zero.settings.values import CONF, NBytes, kinds_of  # noqa: E402
 
-BEGIN, END = "<!-- made from the code by `make docs` -->", "<!-- end -->"
-# Pages of the site that lie outside of docs/, by their name there.
+BEGIN, END = "<!-- settings -->", "<!-- end -->"  # around what the site replaces with the table of settings
+# Pages of the site that are kept outside of docs/, by their name there.
 OTHERS = {
     "index.md": "README.md",
     "images.md": "docker/README.md",
@@ -38,7 +38,7 @@ OTHERS = {
 API = "api.md"
 # Where more is said about a setting, by the beginning of its name.
 MORE = {
-    "zero.fingerprint": "monitoring.md#fingerprints-and-steps-that-are-run-again",
+    "zero.fingerprint": "monitoring.md#fingerprints-and-replaying-steps",
     "zero.uneven": "lightning.md",
     "zero.loss": "parameters.md#a-mean-over-all-tokens",
     "zero/stage": "#groups",
@@ -46,7 +46,7 @@ MORE = {
     "zero.offload": "offload.md#the-folder-for-files",
     "zero.hybrid_shard": "communication.md#nodes",
     "zero/checkpoint": "checkpoints.md",
-    "zero.checkpoint.background": "checkpoints.md#behind-training",
+    "zero.checkpoint.background": "checkpoints.md#in-the-background",
     "zero.optimizer.sharding": "optimizers.md",
     "zero.optimizer.state_dtype": "offload.md#state-in-bf16",
     "zero/compile": "#torchcompile",
@@ -100,10 +100,12 @@ def settings_table() -> str:
 
 
 def with_made(page: str) -> str:
-    """Return ``docs/settings.md`` with the table of today."""
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{settings_table()}\n\n{END}{tail}"
+    """Return ``docs/settings.md`` with the table in place of the words that say how to see it."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"expected {BEGIN} and {END} in docs/settings.md")
+    return f"{head}{settings_table()}{tail}"
 
 
 # -- lightning_zero/settings/keywords.py ----------------------------------------------------------------------------
@@ -189,7 +191,7 @@ def api() -> str:
     lines = [
         "# API",
         "",
-        "What `import lightning_zero` offers. The settings are those of [settings.md](settings.md).",
+        "What `import lightning_zero` offers. [Groups and settings](settings.md) describes the settings.",
         "",
     ]
     for name in lightning_zero.__all__[1:]:
@@ -226,7 +228,7 @@ def _markdown(text: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that do not lie in ``docs/``."""
+    """Add the pages that are kept outside of ``docs/``."""
     from mkdocs.structure.files import File
 
     for name, source in OTHERS.items():
@@ -236,13 +238,15 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links to files outside of ``docs/`` into links to their pages."""
+    """Fill in the table of settings, and turn links to files outside of ``docs/`` into links to their pages."""
     name = page.file.src_uri
+    markdown = with_made(markdown) if name == "settings.md" else markdown
     return markdown if name in {*OTHERS, API} else _moved(markdown, f"docs/{name}")
 
 
 def _moved(text: str, source: str) -> str:
-    """Rewrite the links of a file of the repository for the site, where all pages lie in one folder."""
+    """Rewrite the links of a file of the repository for the site, whose pages are all in one folder. A link whose text
+    is the name of a file gets the title of that page."""
     pages = {file: name for name, file in OTHERS.items()}
 
     def link(match: re.Match[str]) -> str:
@@ -252,12 +256,16 @@ def _moved(text: str, source: str) -> str:
         file = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         if file not in pages and not file.startswith("docs/"):
             return match[1]  # a file that is no page: its name alone
-        return f"[{match[1]}]({pages.get(file, file.removeprefix('docs/'))}{anchor and '#' + anchor})"
+        named = match[1] in (file, posixpath.basename(file))  # a link to a page by its file's name
+        title = re.search(r"^# (.+)$", (ROOT / file).read_text(), re.MULTILINE) if named else None
+        words = title[1] if title else match[1]
+        return f"[{words}]({pages.get(file, file.removeprefix('docs/'))}{anchor and '#' + anchor})"
 
     return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", link, text)
 
 
 if __name__ == "__main__":
-    place = ROOT / "docs" / "settings.md"
-    place.write_text(with_made(place.read_text()))
-    KEYWORDS.write_text(keywords())
+    if sys.argv[1:] == ["settings"]:
+        print(settings_table())
+    else:
+        KEYWORDS.write_text(keywords())

@@ -59,18 +59,18 @@ def shard(
 ) -> Engine:
     """Shard ``module`` in place over the ranks of a process group, with rank 0's values. Return its engine. Collective.
 
-    Buffers that forwards change stay each rank's own in a loop of yours; under Trainer and Fabric they are rank 0's.
+    In your own loop each rank keeps its own buffers that forwards change; under Trainer and Fabric all get rank 0's.
 
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (default), or 0 .. 3.
         config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` that override it.
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
-        device: where to train; default: this rank's GPU, else the CPU. On ``meta``, steps compute no values and only
+        device: where to train; default: this rank's GPU, or the CPU. On ``meta``, steps compute no values and only
             count collectives and bytes, over torch's fake process group (``make bench-scale``).
         sources: initial values of parameters and buffers, by their names in ``module``. They override ``init_from``.
         has_values: whether an engine has trained ``module`` before. Then ``init_from`` fills only tensors on meta.
-        long_work: shows the progress of work that takes long; default: a display on rank 0.
-        node: names this rank's node; default: :func:`node_name`.
+        long_work: shows the progress of long operations; default: a display on rank 0.
+        node: the name of this rank's node; default: :func:`node_name`.
 
     Raises ConfigError for settings that cannot work, a module that is sharded already, and DTensor parameters.
     """

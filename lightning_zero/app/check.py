@@ -61,7 +61,10 @@ def check(text: str, folder: str | None) -> None:
     if not chosen:
         sys.exit(f"--check: expected a part of one of {', '.join(row.name for row in rows())}, got {text!r}")
     ranks, on_gpu, begin = gpu_count() or 2, bool(gpu_count()), time.monotonic()
-    print(f"{len(chosen)} rows on {ranks} {'GPU' if on_gpu else 'CPU'} process(es); losses beside DDP's", flush=True)
+    print(
+        f"{len(chosen)} combinations on {ranks} {'GPU' if on_gpu else 'CPU'} process(es); losses beside DDP's",
+        flush=True,
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -70,7 +73,7 @@ def check(text: str, folder: str | None) -> None:
             processes.spawn(_on_rank, (ranks, port, on_gpu, files, chosen), nprocs=ranks)
         except (processes.ProcessRaisedException, processes.ProcessExitedException) as error:
             sys.exit(f"{str(error).strip()}\nFAILED")
-    print(f"{len(chosen)} of {len(chosen)} rows passed in {time.monotonic() - begin:.0f} s")
+    print(f"{len(chosen)} of {len(chosen)} combinations passed in {time.monotonic() - begin:.0f} s")
 
 
 def _on_rank(rank: int, ranks: int, port: int, on_gpu: bool, files: str, chosen: list[Row]) -> None:

@@ -151,9 +151,8 @@ def _budgets(zero: ZeroConfig, offload: Offload) -> OffloadConfig:
 def find_machine(
     asked: MachineConfig, zero: ZeroConfig, *, gpus: int | None = None, nodes: int | None = None, on_gpus: bool = True
 ) -> Machine:
-    """Return the machine to plan for. Values that ``asked`` does not give come from this machine.
-
-    ``gpus``, ``nodes``: those of the run, if known. ``on_gpus``: whether the run uses GPUs if there are any."""
+    """Return the machine to plan for. Values that ``asked`` does not give come from this machine. ``gpus``, ``nodes``:
+    those of the run, if known. ``on_gpus``: whether the run uses GPUs if there are any."""
     from lightning_zero.comm.share import Share, own_path
     from lightning_zero.device.cuda import gpu_count, gpu_nbytes
     from lightning_zero.tiers.limits import available_host_memory
@@ -203,26 +202,26 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of ``module`` on a machine, for every stage and offload setting, and the time of a step.
 
-    ``module`` stays unchanged, and nothing is computed::
+    Nothing is computed, and ``module`` does not change::
 
         plan = lightning_zero.plan_memory(MyModule, batch, {"name": "h100", "nodes": 2, "host_memory": "1TB"})
         print(plan)
         Trainer(strategy=ZeroStrategy(plan.best.stage, offload=plan.best.offload), ...)
 
     Args:
-        module: a module, or a class or function that makes one when called; it is then built without memory.
-        batch: a batch of one rank as ``training_step`` gets it, or a DataLoader, whose first batch counts. None:
+        module: a module, or a class or function that returns one, which is called on the meta device.
+        batch: a batch of one rank as ``training_step`` gets it, or a DataLoader, whose first batch is used. None:
             activations are not counted.
         machine: a name such as ``"h100"``, or a mapping of ``gpus``, ``gpu_memory``, ``host_memory``, ``nvme``,
-            ``nodes`` and ``rates``; its ``name``, if it has one, gives the rest. What is missing is this machine's.
-        stage, offload: the row to mark, as for :class:`ZeroStrategy`.
+            ``nodes`` and ``rates``. Missing keys are those of the machine ``name``, if given, or of this machine.
+        stage, offload: the stage and offload to mark, as for :class:`ZeroStrategy`.
         precision: a name of ``zero/precision``, or of ``Trainer(precision=)``. Default: fp32.
-        training_step: a function of the module and a batch that returns a loss, where the module has none.
+        training_step: a function of the module and a batch that returns a loss, for a module without this method.
         accumulate_grad_batches: as for the Trainer.
-        optimizer_states: number of state tensors for each parameter. Default: those of ``configure_optimizers``.
+        optimizer_states: number of state tensors for each parameter. Default: that of ``configure_optimizers``.
         settings: as for :class:`ZeroStrategy`.
 
-    Raises ConfigError for settings that cannot work, and what building the module raises.
+    Raises ConfigError for settings that cannot work, and any exception from building the module.
     """
     if optimizer_states is not None:
         positive("optimizer_states", optimizer_states, zero_ok=True)

@@ -219,7 +219,8 @@ def with_activations(
 
 
 def batch_of(config: TrainConfig, explicit: set[str]) -> Any:
-    """Return a batch to measure: meta zeros for our data classes, else the first. ``explicit``: keys users gave."""
+    """Return a batch to measure: zeros on meta for this package's data classes, otherwise the first batch of the data.
+    ``explicit``: keys that users gave."""
     data = config.data
     if data.get("_target_") in OUR_DATA:
         return torch.zeros(data["batch_size"], data["block_size"] + 1, dtype=torch.int64, device="meta")

@@ -153,7 +153,7 @@ def advice_lines(machine: Machine, rows: Sequence[Row], advices: Sequence[Advice
 
 def _lack(row: Row) -> str:
     if row.refused:
-        return "the budgets have no room"
+        return "the budgets are too small"
     each = {Tier.device: "each GPU", Tier.host: "the host", Tier.nvme: "its disk"}
     return "lacks " + ", ".join(f"{short_bytes(s.nbytes)} on {each[s.tier]}" for s in row.shortages)
 
@@ -173,9 +173,9 @@ def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]
     """Return the sentences printed below the tables, which explain their columns."""
     several = model.limits.micro_batches > 1
     when = "between micro-batches" if several else "before the step"
-    stage_1 = "still whole, and in slices once they are reduced" if several else "in slices, and whole until then"
+    stage_1 = "still whole, and sharded once they are reduced" if several else "sharded, and whole until then"
     return [
-        f">: your settings. params, grads, optimizer: of one rank, at rest {when}; "
+        f">: your settings. params, grads, optimizer: of one rank, {when}; "
         f"h: on the host, d: on disk. At zero1 gradients are {stage_1}.",
         f"peak/host, disk: of all ranks of a host. {activations_line(model, described)} "
         "gathers, reductions: what a rank sends in a step. K, M, G, T: powers of 1024.",
@@ -198,8 +198,8 @@ def after_run_line(model: Model, rows: Sequence[Row]) -> str:
     size = f"{short_bytes(model.copy_nbytes)} of each host"
     sharded = [f"{row.stage.value} + {row.offload.value}" for row in rows if row.fits and not row.is_whole]
     if not any(row.is_whole for row in rows):
-        return f"After a run the module stays sharded: a whole copy takes {size}, which have no room ({setting})."
-    without = f", but for {', '.join(sharded)}, which leave no room" if sharded else ""
+        return f"After a run the module stays sharded: a whole copy takes {size}, which do not fit ({setting})."
+    without = f", except with {', '.join(sharded)}, where it does not fit" if sharded else ""
     return f"After a run a copy of the whole module takes {size}; it counts here{without} ({setting})."
 
 
@@ -218,7 +218,7 @@ def activations_line(model: Model, described: Described) -> str:
         f"Peaks hold {short_bytes(most)} of activations of {model.samples} sample(s){other}, "
         f"{short_bytes(found.saved)} of them kept for the backward."
         + (
-            f" Of sequences that ranks share, a rank sends {short_bytes(found.exchanged)} a micro-batch besides."
+            f" For sequences that ranks share, a rank also sends {short_bytes(found.exchanged)} per micro-batch."
             if found.exchanged
             else ""
         )
@@ -242,12 +242,12 @@ def rates_line(rates: Rates, given: Sequence[str], *, shared: bool) -> str:
     names = [name for name in RATE_NAMES if not (shared and name in ("to_device", "to_host", "device_memory"))]
     texts = [RATE_NAMES[name].format(_decimal(getattr(rates, name))) for name in names]
     if not given:
-        how = "assumed: give machine.rates.*"
+        how = "assumed: set machine.rates.*"
     elif set(names) <= set(given):
         how = "given"
     else:
-        how = f"assumed but for {', '.join(f'machine.rates.{name}' for name in given)}"
-    return f"step: seconds expected at, for a rank, {', '.join(texts)}; {how}."
+        how = f"assumed except for {', '.join(f'machine.rates.{name}' for name in given)}"
+    return f"step: expected seconds with these rates of a rank: {', '.join(texts)}; {how}."
 
 
 def _decimal(value: float) -> str:
@@ -259,9 +259,9 @@ def _decimal(value: float) -> str:
 def auto_line(choice: Choice | str) -> str:
     """Return a line on what stage and offload ``auto`` takes and its largest micro-batch, or on why none fits."""
     if isinstance(choice, str):
-        return f"auto takes nothing: {choice}"
+        return f"auto selects nothing: {choice}"
     most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) a rank."
-    return f"auto takes {choice.rows}: {choice.reason}.{most}"
+    return f"auto selects {choice.rows}: {choice.reason}.{most}"
 
 
 def show(

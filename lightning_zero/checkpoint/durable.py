@@ -64,11 +64,10 @@ class Part:
 
 @contextlib.contextmanager
 def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Part]:
-    """Make an empty file or folder beside ``path`` for the body to write. At the end it gets the name ``path``.
-
-    Other processes can write to the :class:`Part` too, and must sync what they write. At the end this process syncs
-    all, so that the result survives a power cut. If the body fails, an OSError or RuntimeError names file and cause,
-    and ``path`` stays as before."""
+    """Make an empty file or folder beside ``path`` for the body to write. At the end it gets the name ``path``. Other
+    processes can write to the :class:`Part` too, and must sync what they write. At the end this process syncs all, so
+    that the result survives a power cut. If the body fails, an OSError or RuntimeError names file and cause, and
+    ``path`` stays as before."""
     with naming(Path(path), folder=folder), aside(path, folder=folder) as part:
         yield part
 

@@ -29,9 +29,8 @@ class ApartError(RuntimeError):
 
 
 def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Waits:
-    """Make this rank's :class:`Waits`, which bounds its waits for the other ranks of ``group``. Collective.
-
-    ``device``: where this rank trains. All ranks train on the same type of device."""
+    """Make this rank's :class:`Waits`, which bounds its waits for the other ranks of ``group``. Collective. ``device``:
+    where this rank trains. All ranks train on the same type of device."""
     waits = Waits(group, stall_timeout_s=stall_timeout_s)
     if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":  # a simulated world
         number = 1 + max(gather_objects(group, Watchdog.last_number, waits, "the start of a run, or of an engine"))
@@ -41,7 +40,6 @@ def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Wait
 
 def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
     """Gather a small object from each rank of ``group``, also before a communicator exists. Blocks. Collective.
-
     ``what``: what the objects are for, in words; if ranks pass different words, all raise an ApartError. ``patient``:
     wait beyond the timeout while any rank works. All ranks raise TypeError if :func:`dumps` refuses a rank's object."""
     if group is None or dist.get_world_size(group) == 1:
@@ -106,9 +104,8 @@ def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, l
 
 
 def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
-    """Send ``value`` of rank ``src`` to all ranks, and return it. Blocks as long as any rank works. Collective.
-
-    All ranks raise a TypeError if :func:`dumps` refuses the object."""
+    """Send ``value`` of rank ``src`` to all ranks, and return it. Blocks as long as any rank works. Collective. All
+    ranks raise a TypeError if :func:`dumps` refuses the object."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return value
     what, sends = f"an object of rank {src}", waits.rank == src

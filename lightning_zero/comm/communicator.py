@@ -13,9 +13,10 @@ kinds has a group. Where the host waits for messages, it issues the gather half 
 half complete, at a moment that differs between ranks. So this half has a third group. What decides about a collective
 must therefore be equal on all ranks: a plan, an agreement, rank 0's order; never how far this rank's threads have got.
 
-On CUDA each kind has a stream (``device/streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it
-would use another stream with compute's priority. The host never waits. An operation waits for what its issuing stream
-has queued."""
+On CUDA each kind has a stream (``device/streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it would
+use another stream with compute's priority. The host never waits. An operation waits for what its issuing stream has
+queued.
+"""
 
 from __future__ import annotations
 
@@ -123,9 +124,8 @@ class Communicator:
 
     def over(self, topology: Topology, grad_divisor: int) -> Communicator:
         """Return a communicator of the same ranks for buckets with another ``topology``. Collective if that is new.
-
-        Only gathers and reductions differ: agreements and small messages still go over all ranks.
-        ``grad_divisor``: what sums of gradients are divided by, the number of batches that ranks compute at a time."""
+        Only gathers and reductions differ: agreements and small messages still go over all ranks. ``grad_divisor``:
+        what sums of gradients are divided by, the number of batches that ranks compute at a time."""
         if topology not in self._beside:
             self._beside[topology] = Communicator(
                 self._parent, self.device, topology=topology, waits=self.waits, long_work=self.long_work, beside=self
@@ -134,10 +134,9 @@ class Communicator:
         return self._beside[topology]
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
-        """Send each kind of message that passes will send for ``units`` once, and drop the results. Collective.
-
-        NCCL connects ranks at the first message of each group and algorithm, and the host waits. In the middle of a
-        pass the other ranks might be waiting for another message of this rank."""
+        """Send each kind of message that passes will send for ``units`` once, and drop the results. Collective. NCCL
+        connects ranks at the first message of each group and algorithm, and the host waits. In the middle of a pass the
+        other ranks might be waiting for another message of this rank."""
         self._units = [*dict.fromkeys(tuple(unit) for unit in units)]
         if self._groups is None or not self.queues:
             return
@@ -174,7 +173,6 @@ class Communicator:
 
     def all_gather(self, full: Tensor, label: str, *, of_node: bool = False) -> Pending:
         """Fill ``full`` [shard_size * n] with every rank's slice, in place; this rank's is filled already. Collective.
-
         With ``of_node``, gather the slices of this node's ranks instead, [node_size * n]. All nodes must do so."""
         self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
@@ -189,7 +187,6 @@ class Communicator:
         self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
     ) -> Reduction:
         """Sum ``full`` [shard_size * n] over all ranks, times ``factor``; return this rank's slice [n]. Collective.
-
         Overwrites ``full``. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends narrower parts and adds them
         in this dtype, in an order that does not depend on the dtype of the parts."""
         self._count("reduce_scatter", label, full, total_dtype)
@@ -213,7 +210,6 @@ class Communicator:
 
     def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
         """Send parts of ``data`` [bytes] to the ranks that share shards; the result is their parts for this rank.
-
         ``sizes``: bytes sent to each rank. ``out_sizes``: bytes received from each. All ranks must issue exchanges and
         reductions in one order. Collective."""
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
@@ -236,7 +232,6 @@ class Communicator:
 
     def resume(self, what: str = "going on after an exception") -> None:
         """Replace the groups after an exception if ranks have issued different operations on them. Blocks. Collective.
-
         See [Note: what resume may trust]."""
         if self._groups is not None:
             self.gather_checked(None, what)
@@ -263,7 +258,6 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Send ``tensor`` of rank ``src`` to one rank of each replica, then to the others. Blocks. Collective.
-
         ``among``: whether the message is ordered with gathers or with reductions. Take ``reduce`` while param syncs may
         be in progress, because ranks issue param syncs at different moments."""
         if self._groups is None:
@@ -295,9 +289,8 @@ class Communicator:
         self.streams.wait(event)
 
     def all_gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Gather a small object from each rank, in rank order. Blocks. Collective.
-
-        ``what``: the purpose, in words; the same on all ranks."""
+        """Gather a small object from each rank, in rank order. Blocks. Collective. ``what``: the purpose, in words; the
+        same on all ranks."""
         if self._groups is None:
             return [value]
         with self._noting_exceptions():
@@ -368,10 +361,9 @@ class Communicator:
     def _reduce(
         self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
     ) -> Reduction:
-        """Issue the sum over the ranks that share shards and, with streams, also the messages that follow it.
-
-        Those messages are a sum over nodes or replicas and, with ``whole``, a gather of all slices. The host does not
-        wait for the first sum, so all ranks issue all messages in the order of reductions."""
+        """Issue the sum over the ranks that share shards and, with streams, also the messages that follow it. Those
+        messages are a sum over nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait
+        for the first sum, so all ranks issue all messages in the order of reductions."""
         in_levels = total_dtype is not None and self.sum_size > 0
         if self._groups is None:
             same = lambda: full if factor == 1.0 else full.mul_(factor)  # noqa: E731
@@ -407,9 +399,8 @@ class Communicator:
         return Reduction(first, *later)
 
     def _sum_in_node(self, full: Tensor, total_dtype: torch.dtype | None) -> Sent:
-        """Sum ``full`` over the ranks of this node that share shards, by a message for the slices of each node.
-
-        The result [nodes * n] has one of these slices for each node. :meth:`_sum_nodes` gives each node its own."""
+        """Sum ``full`` over the ranks of this node that share shards, by a message for the slices of each node. The
+        result [nodes * n] has one of these slices for each node. :meth:`_sum_nodes` gives each node its own."""
         slices, among = full.chunk(self.shard_size // self.sum_size), self._members("node_sum")
         send = partial(self._transport.reduce, total_dtype=total_dtype)
         if self.queues:  # sum at once, so that the next message is received in the same memory

@@ -5,7 +5,8 @@ After an exception `Communicator.resume` keeps groups on which all ranks have is
 operation uses one group in one order, so no message lacks its counterparts. Ranks that raised in the same place may
 differ: each issues the later half of a reduction, counted apart, when it finds the first half complete. Of a failed
 agreement only the first message may have been sent, so that rank makes its counts differ. Nobody waits for abandoned
-messages: on replaced groups they may never end; on kept ones they end late, and touch only memory of their own."""
+messages: on replaced groups they may never end; on kept ones they end late, and touch only memory of their own.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,6 @@ class SequenceGroup:
 
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
         """Sum ``values [elements] float64`` over the ranks and check that all pass the same ``kind``. Collective.
-
         ``kind``: a number for the kind of mean that is computed. If kinds differ, all ranks raise a ConfigError. On a
         device, where the host does not wait, the returned sums are NaN instead."""
         marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
@@ -104,7 +103,6 @@ _made: list[SequenceGroup] = []  # for reuse, because torch never frees groups
 
 def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Waits) -> SequenceGroup:
     """Return this rank's group: an old one if its ranks have sent equally many messages, else a new one. Collective.
-
     After an exception these counts can differ. Then one rank's new message would be matched with another's old one."""
     made = [g for g in _made if g.parent is parent and g.size == size and g.device == device]
     issued, what = [g.issued for g in made], "the groups of zero.sequence_parallel"

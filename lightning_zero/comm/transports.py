@@ -61,10 +61,9 @@ class Transport(Protocol):
     def reduce(
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
     ) -> Sent:
-        """Sum ``full`` [size * n] over ranks and return this rank's slice of the sum [n]. Collective.
-
-        ``in_place``: allow the sum to lie in ``full``. ``total_dtype``: dtype of a sum by :func:`exchange`; None: the
-        dtype of ``full``."""
+        """Sum ``full`` [size * n] over ranks and return this rank's slice of the sum [n]. Collective. ``in_place``:
+        allow the sum to lie in ``full``. ``total_dtype``: dtype of a sum by :func:`exchange`; None: the dtype of
+        ``full``."""
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
@@ -121,8 +120,7 @@ def _works(work: Any) -> list[Any]:
 
 class DirectTransport(Transport):
     """Gathers by broadcasts in place; reduces by an all-to-all and a local sum in rank order. On gloo with two ranks
-    and 64 MiB, gathers take a sixth and reductions a quarter of the time of gloo's own. Issuing them does not block.
-    """
+    and 64 MiB, gathers take a sixth and reductions a quarter of the time of gloo's own. Issuing them does not block."""
 
     exchanges = True
 
@@ -143,7 +141,6 @@ class DirectTransport(Transport):
 
 def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place: bool = False) -> Sent:
     """Sum ``full`` [size * n] over ranks by an all-to-all. Return this rank's slice, in ``total_dtype``. Collective.
-
     The host adds in rank order; a device in an order that depends only on the number of parts, not on their dtype."""
     rank, world_size, group = among
     if _queues(full):
@@ -188,11 +185,9 @@ def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class HostTransport(Transport):
-    """Sends device tensors over a host-side backend by copies through host memory: correct, not fast.
-
-    For GPU groups with gloo only. The host waits for the device when it sends, and for other ranks when the result is
-    used. Ranks issue some messages at different moments, so waiting earlier could keep others from this rank's next
-    message."""
+    """Sends device tensors over a host-side backend by copies through host memory: correct, not fast. For GPU groups
+    with gloo only. The host waits for the device when it sends, and for other ranks when the result is used. Ranks
+    issue some messages at different moments, so waiting earlier could keep others from this rank's next message."""
 
     waits_on_host = True
 

@@ -47,7 +47,7 @@ class SyntheticData(LanguageData):
         block_size: context length; a batch is ``[batch_size, block_size + 1]``.
         batch_size: items per process.
         n_train, n_val: items of training and validation.
-        seed: of the graph and the walks.
+        seed: seed of the graph and the walks.
         num_workers: loader processes per training process.
     """
 

@@ -134,7 +134,7 @@ class TextData(LanguageData):
         if len(joined) != self.n_tokens:
             raise ConfigError(
                 f"data.path: the files changed while they were read (expected {self.n_tokens} bytes, got "
-                f"{len(joined)}). Start again once they are at rest."
+                f"{len(joined)}). Start again once they no longer change."
             )
         return torch.frombuffer(joined, dtype=torch.uint8)
 

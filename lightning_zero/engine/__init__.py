@@ -56,11 +56,11 @@ def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:
 
 @contextlib.contextmanager
 def gather(target: Target, *, from_rank: int | None = None, grads: bool = False) -> Iterator[None]:
-    """Show full values in parameters of ``target`` inside the ``with``. Then write changes to the shards. Collective.
+    """Context manager in which parameters of ``target`` have their full values. Changes are kept. Collective.
 
-    The values are the masters: in fp32, or in the one dtype of a precision ``*_true`` or ``fp64``. All ranks must write
-    the same values, unless ``from_rank`` names the rank whose values all ranks get. With ``grads``, ``param.grad``
-    holds the full reduced gradient, and changes to this gradient go into the shards too.
+    The values are the master weights: in fp32, or in the only dtype of a precision ``*_true`` or ``fp64``. All ranks
+    must write the same values, unless ``from_rank`` names the rank whose values all ranks get. With ``grads``,
+    ``param.grad`` is the full reduced gradient, and changes to this gradient are kept too.
     """
     engine, params = _resolve(target)
     with show_gathered(engine, params, from_rank=from_rank, grads=grads):
@@ -68,7 +68,7 @@ def gather(target: Target, *, from_rank: int | None = None, grads: bool = False)
 
 
 def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
-    """Return the norm [0-d] of all reduced gradients of ``target``. Call it between backward and step. Collective."""
+    """Return the norm [0-d] of all reduced gradients of ``target``. Call this between backward and step. Collective."""
     engine, params = _resolve(target)
     return engine.passes.sharded_grads.total_norm(map(engine.units.place_of, params), norm_type)
 

@@ -41,7 +41,7 @@ class ForkLauncher(Forking, FabricForkingLauncher):
 
 
 class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
-    """ZeRO stages 0-3 as a strategy of Fabric, with the arguments of :class:`~lightning_zero.ZeroStrategy`.
+    """A strategy of Fabric for ZeRO stages 0-3, with the arguments of :class:`~lightning_zero.ZeroStrategy`.
 
     ``precision``: Fabric's plugin, or settings of ``zero.precision``. A setting that cannot work raises ConfigError.
     """

@@ -34,14 +34,14 @@ def chunked_loss(
 
     Args:
         head: a module that maps ``[tokens, width]`` to logits ``[tokens, ...]``.
-        loss: maps logits ``[tokens, ...]`` and targets ``[tokens]`` to losses ``[tokens]``. Default: cross entropy in
-            fp32. A module, or a function without parameters other than those of ``head``.
+        loss: a module or function that maps logits ``[tokens, ...]`` and targets ``[tokens]`` to losses ``[tokens]``.
+            It has no parameters other than those of ``head``. Default: cross entropy in fp32.
         hidden: ``[..., width]``, with targets ``[...]``.
         chunks: number of chunks.
         ignore_index: tokens with this target have loss 0 and are not counted.
         reduction: ``mean`` over the counted tokens of the whole batch (NaN if there are none), ``sum``, or ``none``.
 
-    Raises ConfigError for a ``head`` that is no module, sizes that do not fit, a ``loss`` that does not return one
+    Raises ConfigError for a ``head`` that is not a module, sizes that do not match, a ``loss`` that does not return one
     number per token, or an unknown ``reduction``.
     """
     if not isinstance(head, nn.Module):

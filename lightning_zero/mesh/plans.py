@@ -30,8 +30,7 @@ def device_mesh(device_type: str, size: int, name: str = "tensor_parallel") -> D
 
 def mesh_for(config: ZeroConfig, device: torch.device) -> DeviceMesh | None:
     """Return the mesh for a module's ``configure_model``, as Lightning's ``ModelParallelStrategy`` does: that of
-    ``zero.tensor_parallel``, else of ``zero.expert_parallel``, else None. The first call is collective.
-    """
+    ``zero.tensor_parallel``, else of ``zero.expert_parallel``, else None. The first call is collective."""
     for key in ("tensor_parallel", "expert_parallel"):
         if (size := getattr(config, key)) > 1:
             return device_mesh(device.type, size, key)

@@ -36,9 +36,8 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Split:
     """Describes how a tensor of ``shape`` is split along ``dim``. ``runs``: those of each part. ``part``: this rank's.
-    ``by``: the setting that splits it.
-
-    Parts and whole tensors of optimizer state have the shapes of their parameter."""
+    ``by``: the setting that splits it. Parts and whole tensors of optimizer state have the shapes of their
+    parameter."""
 
     shape: tuple[int, ...]
     dim: int

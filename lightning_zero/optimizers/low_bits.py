@@ -69,7 +69,6 @@ the run."""
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
     """Return random bits to round the state of elements ``[low, high)`` of a run in step ``step``. Padding gets none.
-
     ``places``: the run's fragments of parameters. ``number``: the state's index among the optimizer's states."""
     table, found = _table(device), []
     first = bisect_right(places, low, key=lambda place: place[0].start + place[0].numel)

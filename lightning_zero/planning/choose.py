@@ -178,8 +178,8 @@ def _nothing_fits(rows: Sequence[Row], usable: Machine, model: Model) -> str:
     device = "" if usable.shared else f"{human_bytes(usable.gpu_memory)} of each GPU, "
     return (
         f"zero/stage and zero/offload: expected a combination that fits into {usable.world_size} rank(s) on "
-        f"{usable.nodes} host(s): {device}{human_bytes(usable.host_memory)} of a host's memory, "
-        f"{human_bytes(usable.nvme)} of its disk, got none of {len(rows)}: the nearest, {nearest.stage.value} + "
-        f"{nearest.offload.value}, {lacks(nearest, usable)}. "
-        f"{text[0].upper()}{text[1:]} (python -m lightning_zero.plan shows all rows)."
+        f"{usable.nodes} host(s): {device}"
+        f"{human_bytes(usable.host_memory)} of a host's memory, {human_bytes(usable.nvme)} of its disk, got none of "
+        f"{len(rows)}: the nearest, {nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, usable)}. "
+        f"{text[0].upper()}{text[1:]} (python -m lightning_zero.plan shows all of them)."
     )

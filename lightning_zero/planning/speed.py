@@ -94,7 +94,7 @@ class Work:
 
 
 def work_of(buckets: Iterable[BucketPlan], flops: float, *, micro_batches: int = 1) -> Work:
-    """Sum a rank's work in one step, except for the network. ``flops``: of all its forwards and backwards."""
+    """Sum a rank's work in one step, except for the network. ``flops``: those of its forwards and backwards."""
     work = Work(compute=flops)
     for bucket in buckets:
         if not bucket.trainable:

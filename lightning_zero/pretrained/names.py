@@ -30,7 +30,7 @@ class Match(NamedTuple):
 
 
 def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
-    """Match tensors of ``folder`` with those of ``module``. Raise ConfigError if shapes differ or one is quantised."""
+    """Match tensors of ``folder`` with those of ``module``. Raise ConfigError if shapes differ or one is quantized."""
     model, prefix = hugging_face_model(module)
     own = {_without_adapters(name): value for name, value in _tensors(model if model is not None else module)}
     stored = {key: folder.tensor(key) for key in folder.keys}
@@ -49,16 +49,16 @@ def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
                 f"zero.init_from: expected {names[key]} of shape {tuple(shape)} in {folder.path}, got "
                 f"{tuple(value.shape)}. Give the folder of this model, or build the module with its sizes."
             )
-        if key in own and _is_quantised(value, own[key]):
+        if key in own and _is_quantized(value, own[key]):
             raise ConfigError(
                 f"zero.init_from: expected {names[key]} as floating-point numbers of 16 bits or more in {folder.path}, "
-                f"got {str(value.dtype).removeprefix('torch.')}: values of quantised models mean nothing without "
-                "their scales. Give a folder that is not quantised."
+                f"got {str(value.dtype).removeprefix('torch.')}: values of quantized models mean nothing without "
+                "their scales. Give a folder that is not quantized."
             )
     return Match(sources, _missing(module, sources), [key for key in found if key not in own])
 
 
-def _is_quantised(value: Tensor, own: Tensor) -> bool:
+def _is_quantized(value: Tensor, own: Tensor) -> bool:
     small = value.dtype.itemsize == 1 or not value.is_floating_point()
     return small and own.is_floating_point() and value.dtype is not own.dtype and not value.is_complex()
 

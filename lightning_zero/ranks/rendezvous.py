@@ -113,7 +113,6 @@ class Rendezvous:
 
     def join(self) -> dict[int, Member]:
         """Wait until all ranks have joined with equal settings. Return all members on rank 0, else {}. Collective.
-
         Raises StartError, on all ranks that came, if some ranks did not come or have other settings."""
         try:
             return self._host() if self._own.rank == 0 else self._join()
@@ -354,7 +353,6 @@ def join(
     per_node: int,
 ) -> list[str]:
     """Join the other ranks and make the default process group. Return lines to log, which say who came. Collective.
-
     Waits ``wait_s`` seconds for ranks, then raises a StartError. ``timeout``: of the store and the process group; for a
     group on gloo, ``stall_timeout_s`` replaces it, unless None."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)

@@ -32,13 +32,13 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention``, under ``zero.sequence_parallel`` over the whole sequence. Collective.
+    """Compute ``F.scaled_dot_product_attention`` over whole sequences under ``zero.sequence_parallel``. Collective.
 
     Inside a step this function replaces torch's, and raises ConfigError for unsupported shapes.
 
     Args:
         query, key, value: ``[batch, heads, positions, width]``; inside a step with the positions of this rank's part.
-        attn_mask: of the whole sequence: ``[..., whole, whole]`` or ``[..., 1, whole]``.
+        attn_mask: a mask for the whole sequence: ``[..., whole, whole]`` or ``[..., 1, whole]``.
     """
     part = current()
     if part is None:
@@ -109,9 +109,7 @@ def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -
 
 def _exchange(tensors: Sequence[Tensor], sharers: Sharers, *, to_heads: bool) -> list[Tensor]:
     """Exchange all heads of this part's positions for all positions of this rank's heads (``to_heads``), or vice versa.
-    Collective.
-
-    Numbers of heads and widths may differ between ``tensors``. Tensors of one dtype share one message."""
+    Collective. Numbers of heads and widths may differ between ``tensors``. Tensors of one dtype share one message."""
     if len({tensor.dtype for tensor in tensors}) > 1:
         return [_exchange([tensor], sharers, to_heads=to_heads)[0] for tensor in tensors]
     return list(_Exchange.apply(sharers, to_heads, *tensors))  # type: ignore[no-untyped-call]

@@ -110,7 +110,7 @@ class Found:
 
     Attributes:
         losses: values on which backward was called.
-        sums: of the parameters' gradients; see :class:`Sums`.
+        sums: sums of the parameters' gradients; see :class:`Sums`.
         output: what an evaluation step has returned.
         logged: logged values, each with the name of its reduction.
         rounding: rounding error of the coarsest dtype seen.
@@ -140,11 +140,10 @@ def unit(found: Iterable[Found]) -> float:
 
 
 def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | None:
-    """Return in words how a training step in parts differs from the same step on whole sequences; None if not.
-
-    Sums must agree to half the digits of their dtype, because rounding errors grow from layer to layer. Losses must
-    agree to two thirds of the digits, because errors average out. A gradient that is zero up to rounding (bias of keys
-    in attention) is compared with the norm of all gradients. ``parts``: results of all ranks of the group."""
+    """Return in words how a training step in parts differs from the same step on whole sequences; None if not. Sums
+    must agree to half the digits of their dtype, because rounding errors grow from layer to layer. Losses must agree to
+    two thirds of the digits, because errors average out. A gradient that is zero up to rounding (bias of keys in
+    attention) is compared with the norm of all gradients. ``parts``: results of all ranks of the group."""
     found = []
     for number, (expected, got) in enumerate(zip(whole.losses, parts[0].losses, strict=False)):
         if not near(got, expected, rounding):

@@ -20,26 +20,26 @@ class Window(NamedTuple):
 
     Attributes:
         parts: number of parts into which the short piece divides.
-        at: where in the sequence the piece lies: 0 is the beginning, 1 the end.
+        at: where in the sequence the piece is: 0 is the beginning, 1 the end.
     """
 
     parts: int
     at: float
 
     def cut(self, whole: int) -> tuple[int, int]:
-        """Return the first position and the length of the piece of a sequence of ``whole`` positions. The piece is
+        """Return the first position and the length of a piece of a sequence that has ``whole`` positions. The piece is
         short enough for one rank, and long enough that a shift or a convolution's window shows in each part."""
         length = self.parts * min(whole // self.parts, max(8, 64 // self.parts))
         return int((whole - length) * self.at), length
 
 
 class SequencePart:
-    """This rank's part of a batch's sequences. Parts have equal lengths and are in rank order.
+    """This rank's part of the sequences of a batch. Parts have equal lengths and are in rank order.
 
     Attributes:
-        sharers: the ranks that have the parts.
-        window: the only positions of each sequence that are used; ``None``: all.
-        length: positions of one part; ``None`` before the first cut.
+        sharers: the ranks that share the sequences, one part each.
+        window: the positions of each sequence that are used; ``None``: all.
+        length: number of positions of a part; ``None`` before the first cut.
         rounding: rounding error of the coarsest dtype in which attention was computed.
         empty_is_zero: whether a mean over no tokens is 0, not NaN.
     """
@@ -112,7 +112,7 @@ class SequencePart:
 
         Args:
             total: sums over ``count`` tokens of this part, in the shape of ``count``. Both may be weighted.
-            dtype: of the mean. It is computed in fp64, because half precision does not hold sums and counts.
+            dtype: dtype of the result. It is computed in fp64, because half precision cannot hold sums and counts.
             is_feature: parts compute different values from the mean. Then all ranks must run a backward, or none.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
@@ -136,10 +136,9 @@ class SequencePart:
         return self.mean_of(total, count, mean.dtype)
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of the whole sequences, made from a step's ``loss`` of this part. Collective.
-
-        If ``loss`` adds other terms to a mean over all parts' tokens, their sum is averaged over the parts. If it
-        contains no such mean, all ranks raise ConfigError."""
+        """Return the loss of the whole sequences, made from a step's ``loss`` of this part. Collective. If ``loss``
+        adds other terms to a mean over all parts' tokens, their sum is averaged over the parts. If it contains no such
+        mean, all ranks raise ConfigError."""
         if any(made() is loss for made in self._means):
             return loss
         known = next(_counts_in(loss), None) is not None
@@ -171,7 +170,7 @@ class SequencePart:
 
 
 class WholeBatch(SequencePart):
-    """Takes a part's place where sequences are not divided. It only counts the tokens of a batch's losses."""
+    """Replaces :class:`SequencePart` if sequences are not divided. Only counts the tokens of a batch's losses."""
 
     def __init__(self) -> None:
         super().__init__(OnPaper(1))
@@ -232,10 +231,11 @@ def set_current(part: SequencePart | None) -> SequencePart | None:
 
 
 def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the positions of a forward's tokens in their sequence: ``[length] int64``.
+    """Return the positions of ``length`` tokens in their sequence: ``[length] int64``.
 
-    Use this in place of ``torch.arange(length)``. Under ``zero.sequence_parallel``, inside a step, it gives the
-    positions of this rank's part, and raises ConfigError if ``length`` is not that of the part."""
+    Call this function instead of ``torch.arange(length)``. Inside a step under ``zero.sequence_parallel`` it returns
+    the positions of this rank's part, and raises ConfigError if ``length`` is not that of the part.
+    """
     part = current()
     return torch.arange(length, device=device) if part is None else part.positions(length, device)
 
@@ -243,13 +243,14 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
 def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | None = None) -> Tensor:
     """Return the mean of ``values [batch, length, ...]`` over all tokens. Collective.
 
-    Under ``zero.sequence_parallel`` the mean is over all parts, each token counted once, and equal on all ranks of a
-    group. A loss that ``training_step`` computes from this mean needs no further averaging. The result is 0-d; with
-    ``dim``, it has the shape of ``values`` without that dimension. It is NaN where no token counts.
+    Under ``zero.sequence_parallel`` the mean is over all parts, with each token counted once, and equal on all ranks of
+    a group. A loss that ``training_step`` computes from this mean needs no further averaging. The result is 0-d; with
+    ``dim`` it has the shape of ``values`` without that dimension. A mean over no tokens is NaN.
 
     Args:
-        where: ``bool``, expandable to ``values``: the tokens that count. Default: all.
-        dim: average only along this dimension (the sequence), say for one mean per text. Default: along all.
+        where: the tokens that count, a ``bool`` tensor that is expandable to ``values``. Default: all tokens.
+        dim: average only along this dimension (the sequence), for example to get one mean per text. Default: all
+            dimensions.
     """
     part = current()
     dims = tuple(range(values.dim())) if dim is None else (dim,)

@@ -104,9 +104,8 @@ class SequenceSteps:
 
 
 def check_alike(batch: Any, group: SequenceGroup, key: str = "zero.sequence_parallel") -> None:
-    """Check that all ranks of ``group`` have the same batch, before it goes to the device. Collective.
-
-    Raises ConfigError with ``key`` on all ranks of the group if the batches differ."""
+    """Check that all ranks of ``group`` have the same batch, before it goes to the device. Collective. Raises
+    ConfigError with ``key`` on all ranks of the group if the batches differ."""
     found = group.gather_objects(_fingerprint(batch), f"the comparison of batches ({key})")
     if any(other != found[0] for other in found):
         raise ConfigError(

@@ -23,12 +23,12 @@ from lightning_zero.settings.values import MIB, NBytes, check_types, positive
 
 @dataclass(kw_only=True, slots=True)
 class StageConfig:
-    """Group ``zero/stage``: which roles are sharded over the ranks.
+    """Group ``zero/stage``: what is sharded over the ranks.
 
     Attributes:
         name: ``zero0`` replicates everything (like DDP); ``zero1`` shards optimizer state and master weights; ``zero2``
-            gradients too; ``zero3`` parameters too. ``auto``: the strategy takes the fastest stage that fits into
-            memory; with ``zero/offload=auto`` it chooses the row of ``zero/offload`` too.
+            gradients too; ``zero3`` parameters too. ``auto`` selects the fastest stage that fits into memory and, with
+            ``zero/offload=auto``, the offload too.
     """
 
     name: Stage = Stage.zero3
@@ -52,7 +52,7 @@ def check_state_dtype(state: StateDtype, precision: Precision) -> None:
     if state is StateDtype.bf16 and precision in (Precision.bf16_true, Precision.fp16_true):
         raise ConfigError(
             f"zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) with zero/precision="
-            f"{precision.name}, where state is of two bytes already, got bf16. Drop zero.optimizer.state_dtype, or "
+            f"{precision.name}, where state has two bytes already, got bf16. Drop zero.optimizer.state_dtype, or "
             "choose zero/precision=bf16."
         )
 
@@ -62,24 +62,24 @@ PLAIN_LAYERS = ["*head", "*output"]
 
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
-    """Group ``zero/precision``: the dtype of each role.
+    """Group ``zero/precision``: the dtypes of parameters, gradients and optimizer state.
 
     Attributes:
         name: ``fp32`` (Lightning's ``32-true``), ``bf16`` (``bf16-mixed``: fp32 masters, parameters gathered and used
             in bf16 under autocast), ``fp16`` (``16-mixed``: the same in fp16, with loss scaling) or ``bf16_true``,
             ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows ``Trainer(precision=)``; a
-            name wins over ``32-true`` there, the default.
-        reduce_dtype: dtype in which ranks sum gradients. ``None``: fp32, or the one dtype that is used everywhere.
-        grad_dtype: dtype of resting and accumulating gradients. ``None``: as ``reduce_dtype=None``.
-        fp32_modules: module classes (``*`` matches anything) whose parameters stay fp32 under ``bf16`` and ``fp16``;
-            ``teacher.*``: all that is in the module of this name. So do parameters from which parametrizations compute
-            weights. Where such a module has vectors only, as norms have, every rank holds them whole.
+            name takes precedence over ``32-true`` there, the default.
+        reduce_dtype: dtype in which ranks sum gradients. ``None``: fp32, or the only dtype of ``*_true``, ``fp64``.
+        grad_dtype: dtype of stored and accumulated gradients. ``None``: as ``reduce_dtype=None``.
+        fp32_modules: module classes (``*`` matches anything) whose parameters stay in fp32 under ``bf16`` and ``fp16``;
+            ``teacher.*``: all parameters in the module of this name. Parameters from which parametrizations compute
+            weights stay in fp32 too. If such a module has only vectors, as norms have, every rank holds them whole.
         stochastic_rounding: under ``bf16_true``, step in fp32 and round weights and state to bf16 up or down at random,
             so that they are right on average; rounding to nearest would lose changes below 1/512 of a weight.
-        float8: layers of ``nn.Linear`` cast inputs, weights and gradients to float8, by torchao, with a scale for each
-            tensor (``tensorwise``) or row (``rowwise``). CPUs emulate it.
-        float8_exclude: layers that stay as they are, by name (``*`` matches anything); with float8 also those whose
-            sizes 16 does not divide, and on a GPU those that torchao finds too small to gain.
+        float8: whether layers of ``nn.Linear`` cast inputs, weights and gradients to float8, by torchao, with a scale
+            for each tensor (``tensorwise``) or row (``rowwise``). CPUs emulate it.
+        float8_exclude: names of layers that are not converted (``*`` matches anything). With float8, layers whose sizes
+            are not divisible by 16, and on a GPU those that torchao finds too small to gain, are not converted either.
     """
 
     name: Precision | None = None
@@ -127,17 +127,17 @@ class PrecisionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OffloadConfig:
-    """Group ``zero/offload``: the tier on which each role rests.
+    """Group ``zero/offload``: what is kept on the device, in host memory and in files.
 
     Attributes:
         name: ``none`` keeps everything on the device; ``optimizer_cpu`` and ``optimizer_nvme`` keep optimizer state and
             master weights in host memory or files; ``cpu``, ``nvme`` and ``optimizer_cpu_param_nvme`` parameters too
-            (stage 3 only). ``auto`` splits the optimizer by units over device, host and files, within the budgets.
-        nvme_path: folder for the files, which may contain ``$LOCAL_RANK``, ``$RANK`` and other variables of each node.
-            A preset string takes it from ``LIGHTNING_ZERO_NVME_PATH``.
+            (stage 3 only). ``auto`` divides optimizer state among device, host and files, within the budgets.
+        nvme_path: folder for the files; can contain ``$LOCAL_RANK``, ``$RANK`` and other variables of each node.
+            Presets take it from ``LIGHTNING_ZERO_NVME_PATH``.
         device_budget: bytes of optimizer state, master weights and gradients on a rank's device under ``auto``.
             ``None``: none on a CPU, half of the free memory on a GPU.
-        host_budget: bytes that one rank may keep at rest in host memory. ``None``: bounded by the available memory.
+        host_budget: bytes that one rank may keep in host memory between steps. ``None``: the available memory.
         nvme_budget: bytes of files that one rank may write. ``None``: the disk's free bytes.
     """
 
@@ -161,8 +161,8 @@ class OffloadConfig:
         ignored = [k for k in without_effect(self.name) if getattr(self, k) is not None]
         if ignored:
             raise ConfigError(
-                f"zero.offload.{ignored[0]} has no effect with zero/offload={self.name.name}. Drop it, or choose a row "
-                "of zero/offload that uses it."
+                f"zero.offload.{ignored[0]} has no effect with zero/offload={self.name.name}. Drop it, or choose a "
+                "zero/offload that uses it."
             )
 
 
@@ -176,18 +176,18 @@ def without_effect(row: Offload) -> list[str]:
     if row is Offload.none:
         found.append("host_budget")
     if row in (Offload.optimizer_nvme, Offload.nvme):
-        found.append("host_budget")  # only gradients rest on the host there
+        found.append("host_budget")  # only gradients are on the host there
     return found
 
 
 @dataclass(kw_only=True, slots=True)
 class UnitConfig:
-    """Which modules are units. A unit is gathered and dropped as a whole.
+    """Which modules are units. The parameters of a unit are gathered and freed together.
 
     Attributes:
-        classes: class names of modules that become units. Empty: ``_no_split_modules`` of Hugging Face models, else
+        classes: class names of modules that become units. Empty: ``_no_split_modules`` of Hugging Face models, or
             repeated blocks in ModuleList and Sequential; if these hold less than half of a model above 1 MiB, the rest
-            is divided into modules of at most an eighth of the model. The model's own class makes it one unit.
+            is divided into modules of at most an eighth of the model. The model's own class makes it a single unit.
         max_bytes: larger units that ``classes`` does not name are divided into their children if possible.
     """
 
@@ -206,9 +206,9 @@ class CheckpointConfig:
     Attributes:
         name: ``full``: one ordinary file, written by all ranks. ``sharded``: a folder in the format of PyTorch's
             distributed checkpoints, one file per rank; all ranks must see it.
-        exclude_frozen: leave out frozen parameters (adapters); a resumed run keeps its own.
+        exclude_frozen: leave out frozen parameters (the base of adapters); a resumed run keeps its own.
         verify: compare a checkpoint with its checksums before it is loaded. ``None``: only if a restarted job resumes.
-        background: train on while a folder is written. Values that training changes are copied to host memory first.
+        background: continue training while a folder is written. Values that training changes are copied to host memory.
     """
 
     name: CheckpointFormat = CheckpointFormat.full
@@ -234,8 +234,8 @@ class CompileConfig:
     """Group ``zero/compile``: what ``torch.compile`` is applied to.
 
     Attributes:
-        name: ``blocks`` compiles the forward of every unit but the root, one graph per class. Modules that the user has
-            compiled stay so, under ``none`` too.
+        name: ``blocks`` compiles the forward of every block, one graph per class. Modules that the user has compiled
+            stay compiled, under ``none`` too.
         arguments: arguments of ``torch.compile``: ``backend``, ``mode``, ``dynamic``, ``options``. The default backend
             ``inductor`` needs a C++ compiler on every node. Stage 3 refuses modes that record CUDA graphs.
     """
@@ -268,13 +268,13 @@ class OptimizerConfig:
     """Settings of the sharded optimizer step.
 
     Attributes:
-        sharding: whether a rank steps ``slices`` of parameters, or whole ``tensors``, each on one rank. ``auto``:
-            slices for optimizers known to be element-wise, else tensors. ``slices`` declares other optimizers
+        sharding: whether a rank updates ``slices`` of parameters, or whole ``tensors``, each on one rank. ``auto``:
+            slices for optimizers known to be element-wise, tensors for others. ``slices`` declares other optimizers
             element-wise: each element needs only its own value, gradient and state.
-        state_dtype: dtype of the resting moments of torch's optimizers: ``fp32`` (the dtype of the masters), or
+        state_dtype: dtype of the stored moments of torch's optimizers: ``fp32`` (the dtype of the masters), or
             ``bf16``. Steps are computed in fp32.
-        skip_nonfinite: skip a step on all ranks if a gradient is inf or NaN, as fp16 always does, and raise an error at
-            so many skipped steps in a row. ``null``: step with such gradients.
+        skip_nonfinite: skip a step on all ranks if a gradient is inf or NaN, as fp16 always does, and raise an error
+            after this number of skipped steps in a row. ``null``: step with such gradients.
     """
 
     sharding: Sharding = Sharding.auto

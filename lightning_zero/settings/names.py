@@ -32,7 +32,7 @@ class Precision(Enum):
 
 
 class Offload(Enum):
-    """The choices of ``zero/offload``. ``OFFLOADS`` in ``planning/placement.py`` says which tier each role rests on."""
+    """The choices of ``zero/offload``. ``OFFLOADS`` in ``planning/placement.py`` has the tier of each role."""
 
     none = "none"
     optimizer_cpu = "optimizer_cpu"
@@ -49,7 +49,7 @@ class Offload(Enum):
 
     @property
     def moves_params(self) -> bool:
-        """Return whether parameters rest off the device, which is possible at stage 3 only."""
+        """Return whether parameters are kept off the device, which is possible at stage 3 only."""
         return self in (Offload.cpu, Offload.optimizer_cpu_param_nvme, Offload.nvme)
 
 
@@ -75,10 +75,10 @@ class LossMean(Enum):
 
 
 class Uneven(Enum):
-    """What an epoch of training does where ranks have different numbers of batches."""
+    """When an epoch of training ends if ranks have different numbers of batches."""
 
-    end = "end"  # it ends with the last batch that all have
-    join = "join"  # ranks without batches go on with weight 0
+    end = "end"  # with the last batch that all ranks have
+    join = "join"  # when no rank has a batch left; until then ranks without batches continue with weight 0
 
 
 class TensorStyle(Enum):
@@ -97,7 +97,7 @@ class DType(Enum):
 
 
 class StateDtype(Enum):
-    """The dtype of resting optimizer state. ``fp32``: the dtype of the masters."""
+    """The dtype of stored optimizer state. ``fp32``: the dtype of the masters."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -138,7 +138,7 @@ ROWS: dict[str, type[Enum]] = {
 }
 
 
-# Other names that are taken: numbers of stages, and what Trainer(precision=) takes.
+# Other names that are accepted: numbers of stages, and what Trainer(precision=) takes.
 ALSO: dict[str, dict[str, str]] = {
     "stage": {f"{n}": f"zero{n}" for n in range(4)},
     "precision": {row.value: row.name for row in Precision} | {"16": "fp16", "32": "fp32", "64": "fp64"},

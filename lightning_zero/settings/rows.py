@@ -66,7 +66,7 @@ def check_decided(config: ZeroConfig) -> None:
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "
-            "ZeroStrategy decides at the start of a run. Give the row that python -m lightning_zero.plan names, or "
+            "ZeroStrategy decides at the start of a run. Give the stage that python -m lightning_zero.plan names, or "
             "train with Trainer(strategy='zero_auto')."
         )
     of_trainer = {"sequence_parallel": 1, "loss": LossMean.batches, "uneven": Uneven.end, "fingerprint": None}
@@ -131,7 +131,7 @@ def with_rows(
     if stage is not None and not isinstance(stage, StageConfig) and choose("stage", stage) is Stage.auto:
         raise ConfigError(
             "restage: expected zero0, zero1, zero2 or zero3, got stage=auto, which is decided at the start of a run. "
-            "Pass stage= one of these."
+            "Pass another stage=."
         )
     if isinstance(offload, (str, Offload)):
         row, given = choose("offload", offload), settings if settings is not None else config.offload

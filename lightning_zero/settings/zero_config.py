@@ -37,44 +37,45 @@ class ZeroConfig:
     """All settings of the strategy: the group ``zero``.
 
     Attributes:
-        stage: which roles are sharded: a name, a number, or a mapping of settings.
-        precision: the dtype of each role: a name, or a mapping of settings.
-        offload: where each role rests: a name, or a mapping of settings.
+        stage: what is sharded: a name, a number, or a mapping of settings.
+        precision: the dtypes: a name, or a mapping of settings.
+        offload: what is kept in host memory or files: a name, or a mapping of settings.
         unit: which modules are units: a mapping of settings.
         optimizer: how steps are sharded: a mapping of settings.
         checkpoint: the form of checkpoints: a name, or a mapping of settings.
         compile: what is compiled: a name, or a mapping of settings.
-        prefetch_bytes: bytes of parameters that may be gathered ahead of compute. One unit of any size is always
+        prefetch_bytes: bytes of parameters that may be gathered ahead of computation. One unit of any size is always
             gathered ahead, unless this is 0.
         keep_gathered_bytes: bytes of units that may stay gathered between forward and backward, which saves their
-            second gather. The last units are kept first; the very last always stays.
-        reduce_bucket_bytes: bytes of gradients in a bucket; a larger parameter has its own bucket. This bounds the
-            buffers of reductions; at stage 3 on a CPU those of a single one.
-        activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and recomputes the rest in
-            the backward; ``offload``: these inputs also wait in host memory.
+            second gather. Units at the end of the model are kept first; the last one always stays gathered.
+        reduce_bucket_bytes: bytes of gradients that are reduced together; a larger parameter is reduced by itself. This
+            bounds the buffers of all reductions in flight; at stage 3 on a CPU, those of each reduction.
+        activation_checkpointing: ``blocks``: every block keeps only its inputs and recomputes its activations in the
+            backward; ``offload``: these inputs are also kept in host memory.
         hybrid_shard: ``flat`` shards over all ranks; ``node`` within each node, with replicas across nodes, so that
             gathers stay within nodes but shards are larger; ``node_backward`` shards over all ranks, but each node
-            keeps a copy of every unit after its forward, for the backward's gathers. ``auto`` takes ``node`` on several
-            nodes of equal size if at most half of the memory is used, else ``flat``.
-        dynamic_graph: ranks may take different paths through the model; they agree on every gather by a small message.
+            keeps a copy of every unit after its forward, for the gathers of the backward. ``auto`` selects ``node`` on
+            several nodes of equal size if at most half of the memory is used, otherwise ``flat``.
+        dynamic_graph: allow ranks to take different paths through the model. They agree on every gather by a message.
         init_from: a folder with Hugging Face safetensors files for the initial parameters, also of a module on the meta
             device, or its address in an object store. A loaded checkpoint takes precedence.
         stall_timeout_s: seconds that a rank waits for others before it raises an error that says where each rank is.
-        gather_after_fit: gather the module after fit, test or predict, one copy per host. ``None``: if all hosts have
-            enough memory.
+        gather_after_fit: gather the whole module after fit, test or predict, one copy per host. ``None``: only if all
+            hosts have enough memory.
         timeline: a folder for a timeline of two steps after the fifth: a trace for Perfetto and an HTML page.
         sequence_parallel: number of adjacent ranks that get the same batch and divide each sequence by positions
-            (Ulysses). Shards are divided over all ranks as always.
+            (Ulysses). Parameters are still sharded over all ranks.
         tensor_parallel: number of adjacent ranks that get the same batch and have parts of large matrices (Megatron).
-        expert_parallel: number of adjacent ranks that divide the experts of a mixture; tokens travel to them.
-        tensor_plan: the style of modules for it, by name (``layers.*.q_proj: colwise``), for models without a plan.
-        loss: what a step's gradients belong to. ``batches``: the mean of the micro-batches' losses, as in Lightning;
-            ``tokens``: the mean over all tokens of the step, on all ranks and in all micro-batches.
-        uneven: what an epoch of training does where ranks have different numbers of batches. ``end``: it ends with the
-            last batch that all have; ``join``: ranks without batches repeat their last one with weight 0 until all are
-            out, so that gradients are means over the ranks that have batches.
-        fingerprint: write checksums of weights and optimizer state into ``fingerprints.csv`` after every so many steps.
-            ``None``: never.
+        expert_parallel: number of adjacent ranks that divide the experts of a mixture; tokens are sent to them.
+        tensor_plan: how ``tensor_parallel`` splits each module, by name (``layers.*.q_proj: colwise``), for models
+            without a plan.
+        loss: the loss of a step. ``batches``: the mean of the micro-batches' losses, as in Lightning; ``tokens``: the
+            mean over all tokens of the step, on all ranks and in all micro-batches.
+        uneven: when an epoch of training ends if ranks have different numbers of batches. ``end``: with the last batch
+            that all ranks have; ``join``: when no rank has a batch left. Until then ranks without batches repeat their
+            last one with weight 0, so that gradients are means over the ranks that have batches.
+        fingerprint: number of steps after which checksums of weights and optimizer state are written into
+            ``fingerprints.csv``. ``None``: never.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)
@@ -119,27 +120,27 @@ class ZeroConfig:
         self._check_splits()
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
             raise ConfigError(
-                "zero.keep_gathered_bytes: expected 0 (parameters are never dropped below stage 3), got "
+                "zero.keep_gathered_bytes: expected 0 (parameters are always gathered below stage 3), got "
                 f"{self.keep_gathered_bytes} with zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop "
                 "zero.keep_gathered_bytes."
             )
         if self.dynamic_graph and self.stage.name is not Stage.zero3:
             raise ConfigError(
-                "zero.dynamic_graph: expected false (only stage 3 gathers along the path of the model), got true with "
+                "zero.dynamic_graph: expected false (only stage 3 gathers inside the model), got true with "
                 f"zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop zero.dynamic_graph."
             )
         if self.compile.records_cuda_graphs and self.stage.name in (Stage.zero3, Stage.auto):
             raise ConfigError(
                 "zero.compile.arguments: expected mode default or max-autotune-no-cudagraphs at stage 3 (a CUDA graph "
-                "replays kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
+                "replays kernels on fixed addresses, and those of gathered parameters change), got "
                 f"{self.compile.arguments}. Change zero.compile.arguments, or choose zero/stage=zero2."
             )
 
     def _check_sequence_parallel(self) -> None:
         if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
             raise ConfigError(
-                "zero.sequence_parallel: expected 1 with zero/compile=blocks (attention is another function in a "
-                f"step, which graphs hide), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
+                "zero.sequence_parallel: expected 1 with zero/compile=blocks (a compiled graph would not call the "
+                f"attention that exchanges heads), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
                 "zero.sequence_parallel."
             )
 
@@ -158,13 +159,13 @@ class ZeroConfig:
         if not self.splits:
             return
         for key, got, only, why in (
-            ("zero.sequence_parallel", self.sequence_parallel, 1, "a batch is shared one way or the other"),
+            ("zero.sequence_parallel", self.sequence_parallel, 1, "both make ranks share a batch"),
             ("zero/compile", self.compile.name, Compile.none, "a compiled graph would not see the split parameters"),
             (
                 "zero.optimizer.state_dtype",
                 self.optimizer.state_dtype,
                 StateDtype.fp32,
-                "it counts elements of whole ones",
+                "its rounding counts elements of whole parameters",
             ),
             ("zero.gather_after_fit", self.gather_after_fit, None, "each rank keeps its part of the module"),
             ("zero.precision.float8", self.precision.float8, Float8.none, "torchao's layers are not split"),
@@ -201,8 +202,8 @@ def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload
         )
     if offload.moves_params:
         raise ConfigError(
-            "zero.hybrid_shard: expected auto, flat or node where parameters rest off the device (the shard of a "
-            f"node would take the memory that they leave), got node_backward with zero/offload={offload.name}. Choose "
+            "zero.hybrid_shard: expected auto, flat or node with offloaded parameters (node_backward would keep a copy "
+            f"of them on the device), got node_backward with zero/offload={offload.name}. Choose "
             "zero/offload=optimizer_cpu or none, or drop zero.hybrid_shard."
         )
 

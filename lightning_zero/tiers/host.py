@@ -89,5 +89,5 @@ class HostTier:
 def _host_error(needed: int, got: str) -> ConfigError:
     return ConfigError(
         f"zero.offload: expected {needed} more bytes of host memory, but {got}. Give the job more memory, raise "
-        "zero.offload.host_budget, or choose a row of zero/offload that keeps less on the host."
+        "zero.offload.host_budget, or choose a zero/offload that keeps less on the host."
     )

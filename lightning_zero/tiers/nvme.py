@@ -122,7 +122,7 @@ class NvmeTier:
             if self.budget is not None and self._nbytes + total > self.budget:
                 raise ConfigError(
                     f"zero.offload.nvme_budget: expected {total} more bytes, but {self.budget - self._nbytes} of "
-                    f"{self.budget} are left. Raise zero.offload.nvme_budget or choose a row of zero/offload that "
+                    f"{self.budget} are left. Raise zero.offload.nvme_budget or choose a zero/offload that "
                     "keeps less on disk."
                 )
             with as_config_error(self._folder.parent):

@@ -3,7 +3,8 @@ multiples of the device's block, as multiples of ``PAGE`` are.
 
 A forked child (a data loader's worker) sees zeros in place of these pages (MADV_WIPEONFORK). If they were shared, a
 transfer in flight could write to the child's copy (open(2), notes on O_DIRECT), and pinned pages would be copied.
-MADV_DONTFORK crashed: the child may map other memory at these addresses, which its copy of the mmap object unmaps."""
+MADV_DONTFORK crashed: the child may map other memory at these addresses, which its copy of the mmap object unmaps.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +31,8 @@ _MADV_WIPEONFORK = 18  # linux/mman.h; Python's mmap has no name for it
 
 class HostPages:
     """Page-aligned host memory of exactly ``nbytes``, freed with the last tensor on it. If ``accelerator`` is a GPU,
-    the pages are pinned until :meth:`close`. ``bytes``: the memory as a tensor uint8 [nbytes].
-
-    Raises ConfigError if the pages cannot be pinned, OSError if there is no address space."""
+    the pages are pinned until :meth:`close`. ``bytes``: the memory as a tensor uint8 [nbytes]. Raises ConfigError if
+    the pages cannot be pinned, OSError if there is no address space."""
 
     def __init__(self, nbytes: int, accelerator: Accelerator = HOST) -> None:
         self.nbytes, self.accelerator = nbytes, accelerator

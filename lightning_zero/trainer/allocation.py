@@ -56,8 +56,8 @@ def check_allocation(
         assert found is not None and found.local_world_size is not None and found.nodes is not None
         if found.world_size != found.local_world_size * found.nodes:
             raise ConfigError(
-                f"{found.by}: expected as many processes on every node, got {found.local_world_size} on this one and "
-                f"{world} on {found.nodes} nodes. Start them by {flags(found.by, nodes, devices)}."
+                f"{found.by}: expected equally many processes on every node, got {found.local_world_size} on this one "
+                f"and {world} on {found.nodes} nodes. Start them by {flags(found.by, nodes, devices)}."
             )
         if (found.nodes, found.local_world_size) == (nodes, devices):
             return
@@ -102,10 +102,9 @@ def _in_pod(environ: Mapping[str, str]) -> bool:
 
 def own_environment() -> ClusterEnvironment | None:
     """If Lightning does not detect mpirun, set torchrun's variables and return torchrun's environment. Else ``None``.
-
     Lightning knows MPI through mpi4py alone, and Kubeflow's PyTorchJob through a plugin alone, for which ``NODE_RANK``
-    is set here. Else every process would take itself for the first and start more. Raises ConfigError if this
-    process's rank or the address of rank 0 is unknown."""
+    is set here. Else every process would take itself for the first and start more. Raises ConfigError if this process's
+    rank or the address of rank 0 is unknown."""
     place = launched()
     if _in_pod(os.environ):
         os.environ.setdefault("NODE_RANK", os.environ["RANK"])

@@ -122,5 +122,5 @@ class Fingerprints:
             raise RuntimeError(
                 f"zero.fingerprint: before step {step} ranks held different parameters of {', '.join(wrong[:3])}, of "
                 "which each holds a replica. A rank has computed or stored wrong numbers: test its GPU and memory, and "
-                "code that writes to parameters on some ranks only. Go on from an earlier checkpoint."
+                "code that writes to parameters on some ranks only. Resume from an earlier checkpoint."
             )

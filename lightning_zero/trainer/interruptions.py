@@ -196,14 +196,14 @@ class Interruptions:
             if leaving or not failed_on_all_ranks(error):
                 raise
             failed = True
-            rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
+            rank_zero_warn(f"{error} Training continues, and the save is tried again later (save_minutes).")
         else:
             if leaving:
                 checkpoints.finish_writes()  # a requeue ends this process
             if trainer.is_global_zero:
                 said = f"{what} step {trainer.global_step} in {path}"
                 if leaving and not requeues:
-                    said += f"\nTo go on: {strategy.run_plan.command_to_go_on(path)}"
+                    said += f"\nTo resume: {strategy.run_plan.command_to_go_on(path)}"
                 checkpoints.after_writes(partial(print, said, flush=True))
                 fs, root = url_to_fs(folder)
                 for older in fs.glob(f"{root}/hpc_ckpt_*.ckpt"):  # the new file replaces older ones
@@ -232,7 +232,7 @@ class Interruptions:
         except OSError as error:
             failure = str(error)
         if failure:
-            rank_zero_warn(f"the job {job} is not requeued and goes on to its end: scontrol requeue: {failure}")
+            rank_zero_warn(f"the job {job} is not requeued and runs to its end: scontrol requeue: {failure}")
         return not failure
 
 
@@ -278,6 +278,6 @@ def refuse_lonely_save(engine: Engine) -> None:
     if missing:
         raise RuntimeError(
             f"no checkpoint is saved on this exception: rank(s) {missing} did not fail at the same place within "
-            f"{MEET_S:g} s, and a checkpoint takes all ranks. Resume from the last regular checkpoint "
+            f"{MEET_S:g} s, and a checkpoint needs all ranks. Resume from the last regular checkpoint "
             "(ModelCheckpoint(every_n_train_steps=...))."
         )

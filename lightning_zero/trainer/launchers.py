@@ -226,8 +226,8 @@ def _refuse_fork(trains: bool) -> None:
     if is_in_use():
         raise ConfigError(
             "start_method='fork' (a preset that ends in _notebook): expected no use of CUDA before the run, got CUDA "
-            "initialised in this process (a tensor or a module moved to a GPU, a call of torch.cuda): a forked process "
-            f"cannot use it then. {way}"
+            "initialized in this process (a tensor or a module moved to a GPU, a call of torch.cuda), which a forked "
+            f"process cannot use. {way}"
         )
     if dist.is_available() and dist.is_initialized():
         raise ConfigError(

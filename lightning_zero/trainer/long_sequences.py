@@ -52,8 +52,8 @@ class LongSequences(SequenceSteps):
         check_groups(config, engine.comm.world_size)
         if engine.compiled.are_there:
             raise ConfigError(
-                "zero.sequence_parallel: expected a module that torch.compile has not made (attention is another "
-                f"function in a step, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "
+                "zero.sequence_parallel: expected a module that is not compiled (a compiled graph would not call "
+                f"the attention that exchanges heads), got a compiled one with zero.sequence_parallel={size}. "
                 "Drop torch.compile, or zero.sequence_parallel."
             )
         self.group = open_sequence_group(dist.group.WORLD, size, engine.comm.device, engine.comm.waits)

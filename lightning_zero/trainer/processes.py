@@ -72,8 +72,8 @@ class Processes:
     ) -> None:
         """Args:
         cluster_environment: default: that of ``mpirun`` if it started this process, else Lightning's choice.
-        process_group_backend: of ``torch.distributed``; default: nccl on GPUs, gloo on CPUs.
-        timeout: of the process group's collectives; default: torch's, but on gloo ``zero.stall_timeout_s``.
+        process_group_backend: backend of ``torch.distributed``; default: nccl on GPUs, gloo on CPUs.
+        timeout: timeout of collectives of the process group; default: torch's, but on gloo ``zero.stall_timeout_s``.
         start_method: ``"popen"`` or ``"fork"``. Another value raises ConfigError.
         """
         if start_method not in _START_METHODS:

@@ -26,17 +26,17 @@ strategies: WeakSet[Any] = WeakSet()
 
 @dataclass
 class RunPlan:
-    """What the program that starts a run, such as ``lightning_zero.train``, tells the run's strategy.
+    """Facts that the program that starts a run, such as ``lightning_zero.train``, gives to the run's strategy.
 
     Attributes:
         settings: the run's settings besides those of the strategy. Ranks compare them at the start: all must be equal.
         resumes_job: whether an earlier start of this job wrote the checkpoint to load. It is then verified unless
             ``zero.checkpoint.verify`` is false.
-        folder: where checkpoints of signals and periodic saves go; None: to the Trainer's ``default_root_dir``.
+        folder: the folder for checkpoints of signals and periodic saves; None: the Trainer's ``default_root_dir``.
         command_to_go_on: given a checkpoint's path, returns the command that resumes an interrupted run.
         optimizer_states: number of state tensors per parameter, for ``stage="auto"``; None: find out from the module.
         activations: memory of one micro-batch, or a function that returns it, for the table at the end of training.
-        held: rows (role, tier, bytes planned, bytes measured) of rank 0. The strategy sets them after training.
+        held: (role, tier, bytes planned, bytes measured) of rank 0. The strategy sets this after training.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -22,9 +22,7 @@ _SUMS = 8  # of each gradient: of every 8th element
 
 def seed_alike(group: SequenceGroup) -> None:
     """Give the random generators of ``group`` one seed unless they are in one state: dropout, and layers that a step
-    chooses, must agree. Collective.
-
-    Without ``seed_everything`` every process starts with a seed of its own."""
+    chooses, must agree. Collective. Without ``seed_everything`` every process starts with a seed of its own."""
     states = [zlib.crc32(state.numpy().tobytes()) for state in Generators.now(group.device).as_tensors().values()]
     found = group.gather_objects((states, torch.initial_seed()), "random numbers of ranks that share a batch")
     if any(other != found[0] for other in found):
@@ -43,7 +41,7 @@ class SharedBatches:
         self._checked: set[str] = set()  # gradients that were not zero on some rank
 
     def check_alike(self, batch: Any) -> None:
-        """Raise ConfigError on all ranks that should have one batch if theirs differ. Collective."""
+        """Raise ConfigError if ranks that should share a batch have different ones. Collective."""
         check_alike(batch, self.group, KEY)
 
     def note(self, name: str, grad: Tensor) -> None:
@@ -56,10 +54,9 @@ class SharedBatches:
 
     def check_grads(self) -> None:
         """Raise ConfigError on all ranks if gradients of parameters should be equal on ranks that share a batch, and
-        are not: each would train a sum of which it has a part. Collective.
-
-        Compared are the first gradients that are not zero (behind a layer that begins with zeros all are), and all in
-        backwards 2, 4, 8, ... They must agree to half the digits of their dtype."""
+        are not: each would train a sum of which it has a part. Collective. Compared are the first gradients that are
+        not zero (behind a layer that begins with zeros all are), and all in backwards 2, 4, 8, ... They must agree to
+        half the digits of their dtype."""
         own, self._sums = {name: total.tolist() for name, total in self._sums.items()}, {}
         found = self.group.gather_objects((own, self._rounding), f"first gradients ({KEY})")
         rounding = max(eps for _, eps in found)

@@ -4,7 +4,7 @@
 
     a backward           of its mean loss times its number of tokens, so that gradients add up to sums over tokens
     the last backward    one message with the number of tokens of all ranks and micro-batches
-    before clipping      gradients are divided by it, where they rest
+    before clipping      gradients are divided by it, where they are kept
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepTokens:
         if self._grads.backwards > self._backwards:
             raise RuntimeError(
                 "zero.loss=tokens: gradients have come from a loss.backward(), whose tokens are not counted. Call "
-                "self.manual_backward(loss) in its place."
+                "self.manual_backward(loss) instead."
             )
 
     def weigh(self, loss: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ def divide_by_tokens(module: pl.LightningModule, *optimizers: Optimizer) -> None
 
     Args:
         module: the LightningModule.
-        optimizers: those whose parameters got gradients in these backwards; default: all.
+        optimizers: the optimizers whose parameters got gradients in these backwards; default: all.
 
     Raises:
-        RuntimeError: other parameters have such gradients too, or gradients of an earlier step are still there.
+        RuntimeError: other parameters have undivided gradients too, or gradients of an earlier step were not cleared.
     """
     strategy: Any = module.trainer.strategy
     tokens = step_tokens(strategy)

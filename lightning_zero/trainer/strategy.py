@@ -73,16 +73,16 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         stage: ``"zero0"`` .. ``"zero3"`` (default), 0 .. 3, or ``"auto"``, the fastest stage that fits in memory.
         config: a whole :class:`ZeroConfig`; other arguments override its fields.
         settings: fields of :class:`ZeroConfig`, such as ``offload="cpu"`` or ``unit={"classes": ["Block"]}``.
-        timeout: of the process group's collectives; default: torch's, but on gloo ``zero.stall_timeout_s``.
+        timeout: timeout of collectives of the process group; default: torch's, but on gloo ``zero.stall_timeout_s``.
         start_method: ``"popen"`` starts processes by running the script again; ``"fork"`` is for notebooks.
 
     Attributes:
         config: the settings of this run.
         saves_on_sigterm: whether SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir``. On SLURM it always does.
         save_every_s: seconds between periodic saves of such a checkpoint; None: no periodic saves.
-        run_plan: what the program that starts the run tells the strategy; see :class:`RunPlan`.
+        run_plan: facts about the run from the program that starts it; see :class:`RunPlan`.
 
-    Other arguments are those of every Lightning strategy.
+    The other arguments are those of every Lightning strategy.
     """
 
     __signature__ = Signature()
@@ -158,8 +158,9 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         """Write the model to the new folder ``path``, for ``from_pretrained``; each rank writes its part. Collective.
 
         Args:
-            dtype: dtype of written floating-point tensors, such as ``"bf16"``. Default: the dtype of each when built.
-            shard_size: the most bytes of one file.
+            dtype: dtype of written floating-point tensors, such as ``"bf16"``. Default: the dtype that each tensor had
+                when the model was built.
+            shard_size: the largest size of a file.
 
         Raises:
             ConfigError: the folder is not empty, or some rank does not see it.
@@ -174,7 +175,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @names_arguments()
     def restage(self, stage: int | str | None = None, offload: str | Mapping[str, Any] | None = None) -> None:
-        """Change the stage, the choice of ``zero/offload``, or both, between two steps or between two fits. Collective.
+        """Change the stage, the offload, or both, between two steps or between two fits. Collective.
 
         Inside a fit, call this in ``on_train_batch_end``, ``on_train_epoch_end`` and the like. The module, parameters
         and optimizers stay the same objects. Losses equal those of a run that had the new stage and offload from its
@@ -182,10 +183,10 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
         Args:
             stage: ``"zero0"`` .. ``"zero3"``, or 0 .. 3; default: no change.
-            offload: a name, which keeps other offload settings that apply, or all offload settings. Default: no change.
+            offload: a name, or all offload settings. With a name, other offload settings are kept. Default: no change.
 
         Raises:
-            ConfigError: the choices cannot work or differ between ranks, or a step is under way. All ranks raise, and
+            ConfigError: the arguments cannot work or differ between ranks, or a step is under way. All ranks raise, and
                 nothing changes.
             Exception: moving values failed. Every later use of the engine raises.
         """

@@ -78,8 +78,8 @@ def print_units(engine: Engine) -> None:
     table = Table(
         title=f"{engine.config.stage.name.name}, {precision}, {engine.comm.world_size} rank(s)", title_justify="left"
     )
-    for column in ("unit", "parameters", "gathered", "tier"):
-        table.add_column(column, justify="left" if column in ("unit", "tier") else "right", overflow="fold")
+    for column in ("unit", "parameters", "gathered", "kept on"):
+        table.add_column(column, justify="left" if column in ("unit", "kept on") else "right", overflow="fold")
     for row in unit_rows(engine):
         table.add_row(*row)
     if sum(b.full.nbytes for b in engine.buckets) >= LARGE:
@@ -114,9 +114,9 @@ def held_rows(engine: Engine, micro_batches: int, activations: Activations | Non
 
 
 def print_held(rows: Sequence[Held]) -> None:
-    table = Table(title="bytes of rank 0 at rest", title_justify="left")
+    table = Table(title="bytes of rank 0 between steps", title_justify="left")
     table.add_column("role")
-    table.add_column("tier")
+    table.add_column("kept on")
     for column in ("planned", "measured"):
         table.add_column(column, justify="right")
     for role, tier, planned, measured in rows:

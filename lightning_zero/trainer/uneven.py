@@ -25,7 +25,7 @@ LAST = 2**31  # stands for a loader behind all others
 
 
 class EndsTogether(PrefetchDataFetcher):
-    """Of training. Where not all ranks know their numbers of batches, they agree after each fetch."""
+    """Fetches batches for training. Ranks agree after each fetch if not all know their numbers of batches."""
 
     strategy: Any
     most: int | None = None  # of batches in an epoch
@@ -94,8 +94,8 @@ class EndsTogether(PrefetchDataFetcher):
 
 
 class Joins(EndsTogether):
-    """Of training with ``zero.uneven=join``: a rank without batches repeats its last one with weight 0, or, if it had
-    none, one of another rank, until all are out."""
+    """Fetches batches for training with ``zero.uneven=join``. Until no rank has a batch left, a rank without batches
+    repeats its last one, or one of another rank if it had none, with weight 0."""
 
     item: Any = None  # the last of this epoch; from the first batch on all ranks have one
 
@@ -220,7 +220,7 @@ def _lengths(fetcher: Any, limits: Sequence[float]) -> list[float]:
 
 
 class ServesOthers(PrefetchDataFetcher):
-    """Of an evaluation, at stages that reshard, where not all ranks have the same batches."""
+    """Fetches batches for an evaluation at stages that reshard, if ranks have different numbers of batches."""
 
     strategy: Any
     key: str

@@ -56,7 +56,7 @@ def test_rows_pass_and_leave_no_files(tmp_path: Path) -> None:
     done = run_command(*command, folder=tmp_path, timeout=280, code=0)  # another folder, as who has installed a wheel
     rows = [row.name for row in check.rows()]
     assert re.findall(r"^(.+?) +[\d.]+ s +differs by \S+ +ok$", done.stdout, re.MULTILINE) == rows
-    assert f"{len(rows)} of {len(rows)} rows passed" in done.stdout
+    assert f"{len(rows)} of {len(rows)} combinations passed" in done.stdout
     assert not list(tmp_path.iterdir())
 
 

@@ -128,7 +128,7 @@ def test_what_does_not_fit_says_what_would(command: Any, planned: Any) -> None:
 def test_a_machine_too_small_for_all_rows_is_told(command: Any) -> None:
     _, out, _ = command("machine.gpus=1", "machine.gpu_memory=1kB", "machine.host_memory=1kB", "machine.nvme=1kB")
     assert "Nothing fits" in out
-    assert "auto takes nothing: zero/stage and zero/offload: expected a row that" in out.replace("\n  ", " ")
+    assert "auto selects nothing: zero/stage and zero/offload: expected a combination that" in out.replace("\n  ", " ")
 
 
 @pytest.mark.sample
@@ -283,7 +283,7 @@ def test_the_copy_of_the_module_that_is_there_after_a_run(command: Any, planned:
     assert "a copy of the whole module takes 3.3M of each host; it counts here (zero.gather_after_fit=null)" in text
     document, text = whole(command, planned, "null", "3MB")  # nothing fits beside it, and nothing need
     assert row_of(document, "zero0", "none")["fits"] and row_of(document, "zero0", "none")["per_host"] == 0
-    assert "After a run the module stays sharded: a whole copy takes 3.3M of each host, which have no room" in text
+    assert "After a run the module stays sharded: a whole copy takes 3.3M of each host, which do not fit" in text
     document, text = whole(command, planned, "true", "3MB")
     row = row_of(document, "zero0", "none")
     lack = -int(-nbytes / 0.9 // 1) - 3_000_000  # a tenth of what is there stays free
@@ -317,7 +317,7 @@ def test_activations_are_in_the_peaks_and_auto_says_what_it_takes(command: Any, 
     split = ("zero.tensor_parallel=2", "machine.gpus=2", "zero.unit.classes=[Linear]")
     assert planned(*GPUS, *split, "zero.activation_checkpointing=blocks")["activations"]["not_known"] is None
     out = command(*GPUS)[1].replace("\n  ", " ")
-    choice = r"^auto takes zero/stage=zero1 zero/offload=none: the fastest of \d+ combinations that fit"
+    choice = r"^auto selects zero/stage=zero1 zero/offload=none: the fastest of \d+ combinations that fit"
     assert re.search(choice, out, re.MULTILINE), out
     assert re.search(r"The largest micro-batch that fits: \d+ sample\(s\) a rank\.$", out, re.MULTILINE)
 

@@ -88,7 +88,7 @@ def test_main_job_ends_well_and_shows_what_it_planned_and_measured(finished: Fin
     shown = done.stdout + done.stderr
     assert "train_loss=" in shown
     assert "zero/tokens_per_s=" in shown and " tokens_per_s=" not in shown  # one rate, and not two that differ
-    assert done.stderr.count("bytes of rank 0 at rest") == 1
+    assert done.stderr.count("bytes of rank 0 between steps") == 1
     rows = re.findall(r"│ (compute_param|grad|optim_state) +│ device +│ +(\S+ \S+) +│ +(\S+ \S+) +│", done.stderr)
     assert {"compute_param", "optim_state"} <= {role for role, _, _ in rows}, done.stderr
     assert all(planned == measured for _, planned, measured in rows)

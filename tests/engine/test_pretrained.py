@@ -189,7 +189,7 @@ def test_a_tensor_without_a_source_is_named(tmp_path: Path) -> None:
 def test_what_is_left_without_a_value_is_named() -> None:
     forgets = no_reset()
     forgets.reset_parameters = lambda: nn.init.ones_(forgets.gain)
-    with pytest.raises(ConfigError, match=r"0\.bias was on the meta device, and Does has not initialised it"):
+    with pytest.raises(ConfigError, match=r"0\.bias was on the meta device, and Does has not initialized it"):
         lightning_zero.shard(nn.Sequential(forgets), stage=3, device="cpu")
 
 
@@ -256,7 +256,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: leave_only(folder, {"x": torch.ones(3)}),
         r"expected tensors of this module in .*files, got none",
     ),
-    "a quantised model": (
+    "a quantized model": (
         lambda folder: with_head(folder, lambda weight: weight.to(torch.float8_e4m3fn)),
         r"expected model\.lm_head\.weight as floating-point numbers of 16 bits or more in .*files, got float8_e4m3fn",
     ),

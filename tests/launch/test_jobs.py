@@ -103,7 +103,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: Path, tmp_path: Path) -> None:
     done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=rank, code=0)
-    assert "has started again: it goes on from run/checkpoints/step-8.ckpt" in done.stdout
+    assert "has started again: it resumes from run/checkpoints/step-8.ckpt" in done.stdout
     assert "Signal 9" in done.stderr or "exitcode: -9" in done.stderr
     expected = losses(undisturbed)
     assert losses(tmp_path) == {step: expected[step] for step in range(8, STEPS)}
@@ -115,8 +115,8 @@ def test_sigterm_to_one_rank_saves_and_torchrun_starts_again(undisturbed: Path, 
     """No step is lost: all ranks save at the end of the one in which the signal came."""
     done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=1, KILL_SIGNAL="SIGTERM", code=0)
     assert re.search(r"interrupted: saved step 1[01] in \S+hpc_ckpt_1.ckpt", done.stdout), done.stdout
-    assert "To go on: start the same command again, with ckpt_path=" in done.stdout
-    assert "has started again: it goes on from run/hpc_ckpt_1.ckpt" in done.stdout
+    assert "To resume: start the same command again, with ckpt_path=" in done.stdout
+    assert "has started again: it resumes from run/hpc_ckpt_1.ckpt" in done.stdout
     assert "exitcode: 143" in done.stderr
     expected = losses(undisturbed)
     assert {**losses(tmp_path, "metrics-1.csv"), **losses(tmp_path)} == expected
@@ -130,7 +130,7 @@ def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> 
     hand = ("python", *TRAIN, *SMALL, "trainer.devices=2")
     first = run(tmp_path, *hand, **kill, code=143)
     assert "Traceback" not in first.stderr
-    (command,) = re.findall(r"^To go on: python (-m lightning_zero.train .*)$", first.stdout, re.MULTILINE)
+    (command,) = re.findall(r"^To resume: python (-m lightning_zero.train .*)$", first.stdout, re.MULTILINE)
     said = shlex.split(command)
     assert said[2:] == [*SMALL, "trainer.devices=2", f"ckpt_path={tmp_path / 'run' / 'hpc_ckpt_1.ckpt'}"]
     run(tmp_path, "python", *TRAIN, *said[2:], code=0)
@@ -145,7 +145,7 @@ def test_a_job_that_is_started_again_with_another_number_of_processes(undisturbe
     first = torchrun(tmp_path, *job(), "--nproc-per-node=2", KILL_ONCE=tmp_path / "once", KILL_RANK=1)
     assert first.returncode != 0
     again = torchrun(tmp_path, *job(), "--nproc-per-node=3", code=0)
-    assert "torchrun-job has started again: it goes on from run/checkpoints/step-8.ckpt" in again.stdout
+    assert "torchrun-job has started again: it resumes from run/checkpoints/step-8.ckpt" in again.stdout
     assert "ranks: 3 of 3" in again.stdout
     found, whole = losses(tmp_path), losses(undisturbed)
     assert list(found) == list(range(8, STEPS))
@@ -176,7 +176,7 @@ def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
     kill["KILL_AGENT"] = ""
     (code, out), (other, _) = together(tmp_path, (command, kill), node(False))
     if other == -signal.SIGKILL:
-        assert "torchrun-elastic has started again: it goes on from run/checkpoints/step-8.ckpt" in out
+        assert "torchrun-elastic has started again: it resumes from run/checkpoints/step-8.ckpt" in out
         assert "Starting with 1 processes" in out
     assert code == 0, out
     assert STEPS - 1 in losses(tmp_path)

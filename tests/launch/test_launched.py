@@ -77,7 +77,7 @@ def test_tasks_per_node_as_slurm_writes_them() -> None:
 
 
 @pytest.mark.parametrize(("environment", "variables", "nodes", "devices", "words"), [
-    (SLURMEnvironment, UNEVEN, 1, 3, ["as many processes on every node, got 1 on this one and 3 on 2 nodes"]),
+    (SLURMEnvironment, UNEVEN, 1, 3, ["equally many processes on every node, got 1 on this one and 3 on 2 nodes"]),
     (TorchElasticEnvironment, TORCHRUN, 1, 2, ["4 processes", "torchrun", "1 x 2 = 2", "trainer.num_nodes=2"]),
     (TorchElasticEnvironment, TORCHRUN, 1, 4, ["1 x 4 = 4", "torchrun --nnodes=1 --nproc-per-node=4"]),
     (SLURMEnvironment, SRUN, 2, 8, ["4 processes", "2 x 8 = 16", "srun --nodes=2 --ntasks-per-node=8"]),

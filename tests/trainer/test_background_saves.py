@@ -144,7 +144,7 @@ def held(strategy: ZeroStrategy) -> list[int]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("why", ["there is no host memory for a copy", "what is saved rests in files"])
+@pytest.mark.parametrize("why", ["there is no host memory for a copy", "what is saved is in files"])
 def test_training_waits_for_a_save_that_finds_no_memory_for_a_copy(why: str, tmp_path: Path) -> None:
     """On all ranks, whoever lacks the memory."""
     in_files = "files" in why
@@ -261,7 +261,7 @@ def test_failed_save_by_the_clock_is_a_warning(tmp_path: Path) -> None:
     strategy = behind(tmp_path)
     strategy.save_every_s = 1e-9
     of, module = trainer(strategy, tmp_path, max_epochs=1), seeded(Lit)
-    with full_disk(1), warns(r"hpc_ckpt_1\.ckpt.*No space left.* Training goes on"):
+    with full_disk(1), warns(r"hpc_ckpt_1\.ckpt.*No space left.* Training continues"):
         of.fit(module, loader())
     assert len(module.losses) == 6 and not files(tmp_path)
 

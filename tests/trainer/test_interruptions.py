@@ -356,7 +356,7 @@ def test_failed_save_by_the_clock_is_a_warning(rank: int, make: Any, tmp_path: P
         return pwrite(*args)
 
     of = saves_by_the_clock(tmp_path, **settings)
-    says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training goes on"
+    says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training continues"
     with mock.patch.object(os, "pwrite", full), toys.on_rank_0(pytest.warns(UserWarning, match=says)):
         of.fit(module, loader())
     assert module.losses == whole.losses

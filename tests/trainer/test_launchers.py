@@ -46,7 +46,7 @@ def test_cell_needs_no_launcher_for_one_device_and_another_name_for_several() ->
 
 
 @pytest.mark.parametrize(("owner", "name", "says"), [
-    (launchers, "is_in_use", "CUDA initialised in this process.*Restart the kernel"),
+    (launchers, "is_in_use", "CUDA initialized in this process.*Restart the kernel"),
     (torch.distributed, "is_initialized", r"expected no process group.*destroy_process_group\(\)"),
 ])  # fmt: skip
 def test_fork_of_what_cannot_be_forked_is_refused(owner: Any, name: str, says: str) -> None:

@@ -59,9 +59,8 @@ class _Piece(NamedTuple):
 
 @outside_autograd
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | None, shard_nbytes: int) -> None:
-    """Write the model of ``engine`` to the folder ``path`` for ``from_pretrained``. Collective.
-
-    ``dtype``: of floating-point tensors; ``None``: as before sharding. ``shard_nbytes``: most bytes of a file. Raises
+    """Write the model of ``engine`` to the folder ``path`` for ``from_pretrained``. Collective. ``dtype`` is the dtype
+    of floating-point tensors (None: as before sharding), ``shard_nbytes`` the largest size of a file. Raises
     ConfigError if ``path`` is not empty or some ranks do not see it. If the folder cannot be written, all ranks raise,
     with folder and cause."""
     with naming(Path(path), folder=True):
@@ -69,11 +68,11 @@ def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | No
 
 
 def stream(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of each tensor that ``export`` would write, for an inference engine. Collective.
+    """Yield the name and values of each tensor that ``export`` would write, for an inference engine. Collective.
 
-    All ranks must take all tensors, between steps. A tensor is on the device, and valid until the next one is taken.
-    One bucket is gathered at a time, in fp32 if its masters are fp32. ``dtype``: of floating-point tensors; ``None``:
-    as before sharding. Raises RuntimeError if ``module`` is not sharded.
+    All ranks must iterate over all tensors, between steps. A tensor is on the device, and valid until the next one is
+    yielded. ``dtype`` is the dtype of floating-point tensors; ``None``: the dtype that each had before sharding. Raises
+    RuntimeError if ``module`` is not sharded.
     """
     engine = engine_of(module)
     if engine is None:

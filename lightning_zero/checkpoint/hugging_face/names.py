@@ -1,7 +1,8 @@
 """Find under which names, and in which form, a Hugging Face folder has the tensors of a module.
 
 Names lose the prefix that the model has in its LightningModule. Tensors that transformers converts at loading are
-converted back, and tied parameters appear once. Of a PEFT model PEFT's own functions decide what is written."""
+converted back, and tied parameters appear once. Of a PEFT model PEFT's own functions decide what is written.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 
 class Group(NamedTuple):
-    """Tensors of a module that files hold in another form. ``convert``: from values by key to values by name."""
+    """Tensors of a module that files hold in another form. ``convert`` maps values by key in files to values by name in
+    the module."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta

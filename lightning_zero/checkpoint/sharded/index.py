@@ -85,7 +85,7 @@ def as_bytes(index: Metadata) -> bytes:
 
 
 def extra_of(index: Metadata) -> str:
-    """Return the name of the file with the rest of this save: in object stores it is not ``meta.pt``."""
+    """Return the name of the file for what is not a tensor: ``meta.pt``, or another name in object stores."""
     name = str(index.storage_meta.save_id) if index.storage_meta is not None else ""
     return name if _EXTRA_FORM.fullmatch(name) else EXTRA  # other writers put other things there
 
@@ -110,8 +110,7 @@ class _Unpickler(pickle._Unpickler):
 
 def read_index(folder: Place) -> Metadata:
     """Read the index of the checkpoint ``folder`` without running code in it. Raises ConfigError, with the file, if the
-    index is missing or damaged, another file missing or too short, or the checkpoint not Lightning's.
-    """
+    index is missing or damaged, another file missing or too short, or the checkpoint not Lightning's."""
     path = folder / INDEX
     try:
         data = path.read_bytes()
@@ -180,4 +179,4 @@ def _check_files(folder: Place, index: Metadata) -> None:
                 cause = f"its index has {filled:,} of the {entry.size.numel():,} elements of {key}"
                 raise ConfigError(refusal(folder, cause))
         elif MetadataIndex(key) not in index.storage_data:
-            raise ConfigError(refusal(folder, f"its index does not say where {key} lies"))
+            raise ConfigError(refusal(folder, f"its index has no place of {key}"))

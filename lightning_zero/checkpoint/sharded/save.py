@@ -2,7 +2,8 @@
 In an object store the index is the commit (``tiers/remote.py``).
 
 torch's writer copies every view, so it holds a copy of the rank's whole shard until the file is complete. This writer
-takes each box from the memory that holds it, and reads offloaded values from their files one bucket at a time."""
+takes each box from the memory that holds it, and reads offloaded values from their files one bucket at a time.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +148,7 @@ def _why_not(behind: Behind, items: Sequence[Item]) -> str:
     """Return why a save cannot run in the background; empty if it can."""
     wanted = slices_of(items)
     if any(isinstance(storage, FileStorage) for storage in wanted):
-        return "what is saved rests in files"
+        return "what is saved is in files"
     available = available_host_memory() + sum(pages.nbytes for pages in behind.spare)
     return "there is no host memory for a copy of what is saved" if Snapshot.nbytes(wanted) > available else ""
 

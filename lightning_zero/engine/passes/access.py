@@ -109,7 +109,8 @@ class Access:
 
         ``saves``: autograd will save the values.
 
-        Raises RuntimeError outside of a run if a unit reshards."""
+        Raises RuntimeError outside of a run if a unit reshards.
+        """
         self._passes.forget_failed()
         brought: list[Unit] = []
         places = [self._place_of(param) for param in params]

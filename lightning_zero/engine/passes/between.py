@@ -158,7 +158,8 @@ class Between:
             what: The use, for errors.
             beside: The units that the same operation uses, and that stay as they are.
 
-        Raises ApartError on all ranks if one uses another unit, or does something else."""
+        Raises ApartError on all ranks if one uses another unit, or does something else.
+        """
         if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
                 f"{what} between steps in a thread of its own: ranks' messages for it would cross those of their main "
@@ -286,9 +287,8 @@ class Between:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Copy what users have written to the masters. Collective.
-
-        Raises RuntimeError on all ranks if written values differ."""
+        """Copy what users have written to the masters. Collective. Raises RuntimeError on all ranks if written values
+        differ."""
         self._take_over(list(self.memory), [], "writes to parameters between steps")
 
     def close(self) -> None:

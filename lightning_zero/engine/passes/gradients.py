@@ -28,7 +28,6 @@ from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTE
 
 class IssuedReductions:
     """Counts the reductions issued in a pass: this rank has issued ``here``, and each rank at least ``everywhere``.
-
     ``one_path``: whether all ranks used the same units when this pass's plan was made, and seem to still."""
 
     def __init__(self) -> None:
@@ -228,11 +227,10 @@ class Reducer:
         self._orders[self._key] = [buckets[i] for i in order]
 
     def _may_wait(self) -> bool:
-        """Return whether this rank can safely wait in a backward for its oldest reduction in flight.
-
-        A waiting rank issues no gathers. So it waits only if all ranks have issued that reduction, or need no gather
-        before they issue it. Otherwise ranks could wait for each other for ever. On a device a stream waits, not the
-        host, so there it is enough that all ranks use the same units."""
+        """Return whether this rank can safely wait in a backward for its oldest reduction in flight. A waiting rank
+        issues no gathers. So it waits only if all ranks have issued that reduction, or need no gather before they issue
+        it. Otherwise ranks could wait for each other for ever. On a device a stream waits, not the host, so there it is
+        enough that all ranks use the same units."""
         oldest = self._issued.here - len(self._in_flight)
         is_sent = oldest < self._issued.everywhere
         return is_sent or not self._gathers_in_backward or (self.comm.queues and self._issued.one_path)

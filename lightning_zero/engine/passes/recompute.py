@@ -98,10 +98,8 @@ KEPT = 1 << 20  # bytes of a buffer of which a call always keeps the value of be
 
 class StateAgain:
     """Keeps recomputed forwards from changing a module's buffers and frozen parameters (codebooks, averages) twice:
-    lets them read and change copies of what these were before the first forward.
-
-    Values are compared in calls 1, 2, 4, 8, ... (see [Note: checksums of writes]); of small buffers each call keeps the
-    value of before."""
+    lets them read and change copies of what these were before the first forward. Values are compared in calls 1, 2, 4,
+    8, ... (see [Note: checksums of writes]); of small buffers each call keeps the value of before."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [inner for inner in module.modules() if inner._buffers or inner._parameters]
@@ -119,9 +117,8 @@ class StateAgain:
 
     @contextlib.contextmanager
     def first(self, values: StateValues) -> Iterator[None]:
-        """Run the body, a first forward. Put into ``values`` what the state that it changes was before.
-
-        Buffers of torch's norm modules in training always count as changed: see [Note: version counters]."""
+        """Run the body, a first forward. Put into ``values`` what the state that it changes was before. Buffers of
+        torch's norm modules in training always count as changed: see [Note: version counters]."""
         self._calls += 1
         compares = not self._calls & (self._calls - 1)
         before = [

@@ -229,7 +229,6 @@ def _stale(fqn: str) -> RuntimeError:
 
 class LazyNorm(Tensor):
     """Stands for a gradient's norm (0-d), or several stacked norms, and computes them when someone uses them.
-
     ``get_total_norm`` takes the norm of each gradient, stacks the norms and takes the norm of the stack. Single norms
     cost an exchange for which the host waits. So inside ``get_total_norm`` each norm is a LazyNorm, and the norm of the
     stack is :meth:`GradNorms.total`: one message, no host wait, and the bits of ``lightning_zero.clip_grad_norm_``."""
@@ -409,7 +408,6 @@ class ShardedGrads:
     @outside_autograd
     def change(self, grad: ShardedGrad, method: str, numbers: Sequence[_Number]) -> None:
         """Apply an in-place ``method`` with arguments ``numbers`` (0-d if tensors) to this rank's fragment of ``grad``.
-
         Raises RuntimeError after a backward that raised, or if the gradient is not reduced yet."""
         info = grad.info
         bucket = self._bucket_of[id(info.param)]
@@ -438,9 +436,8 @@ class ShardedGrads:
 
     @outside_autograd
     def gather(self, info: ParamInfo) -> Tensor:
-        """Return one gradient's values as DDP shows them, in a new tensor. Collective if gradients are sharded.
-
-        Raises RuntimeError in a backward, after one that raised, and for a gradient that is only partly reduced."""
+        """Return one gradient's values as DDP shows them, in a new tensor. Collective if gradients are sharded. Raises
+        RuntimeError in a backward, after one that raised, and for a gradient that is only partly reduced."""
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
         self.finish_pending()
@@ -530,9 +527,8 @@ class ShardedGrads:
 
     def overflowed(self, places: Iterable[Place]) -> bool:
         """Return whether any rank has a non-finite gradient at ``places``, the parameters of an optimizer that is about
-        to step. The caller then skips the step. Reads each gradient on its tier. Collective.
-
-        Raises RuntimeError on all ranks if ``zero.optimizer.skip_nonfinite`` steps in a row have to be skipped."""
+        to step. The caller then skips the step. Reads each gradient on its tier. Collective. Raises RuntimeError on all
+        ranks if ``zero.optimizer.skip_nonfinite`` steps in a row have to be skipped."""
         if self._aside:
             return False
         places = list(places)

@@ -208,7 +208,6 @@ class Stepper(ABC):
     @abstractmethod
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
         """Return the optimizer state that this rank saves, by slot. A `Leaf` stands for each tensor of :meth:`parts`.
-
         Values that a parameter has once (a step count) are saved by the rank with its first element. The state of empty
         parameters is saved by every rank that has it. With `once` only the first rank saves it."""
 
@@ -466,7 +465,6 @@ class ShardedOptimizer(Stepper):
         self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], claimed: Arrived | None = None
     ) -> Iterator[None]:
         """Inside the `with`, param groups list the runs of `buckets` whose parameters got a gradient (ids in `used`).
-
         Runs that need :meth:`_step_in_pieces` are not listed, but stepped before the body. `claimed`: the gradient of
         the only bucket, in an offloaded step. None: each bucket's own."""
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]

@@ -73,10 +73,9 @@ _AT_ONCE = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The dtypes of a bucket's compute parameters, masters, gradients and optimizer state.
-
-    Gradients are summed in `reduce`, then held in `grad`. They are sent in `wire`: `reduce`, or `compute` where that
-    loses no bit. With `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives."""
+    """The dtypes of a bucket's compute parameters, masters, gradients and optimizer state. Gradients are summed in
+    `reduce`, then held in `grad`. They are sent in `wire`: `reduce`, or `compute` where that loses no bit. With
+    `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -286,7 +285,6 @@ class Bucket:
 
     def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
         """Point the parameters at values or placeholders, after :meth:`rest_as` with the same `values`. Collective.
-
         With `came_whole`, the full buffer had all compute parameters before `rest_as` already, and needs no gather."""
         if not self.plan.reshards and not came_whole:
             self.share(values)
@@ -345,7 +343,6 @@ class Bucket:
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
         """Write this rank's part of `value`, a whole parameter, to the masters and to the slice kept for the node.
-
         `before` [owned numel] are the compute parameters before the write. Where `value` equals them, masters stay as
         they are: compute parameters are rounded, and masters would lose precision."""
         self.node_shard.write(info, self.layout.slots[info.slot].start, value)
@@ -386,7 +383,6 @@ class Bucket:
 
     def gather_begin(self, *, of_node: bool = False) -> Pending:
         """Issue the gather of compute parameters, with `of_node` from slices that this node's ranks kept. Collective.
-
         On a device with streams, :func:`gather_together` is used instead for buckets that are gathered from there."""
         if of_node:
             data, label = self.prepare_gather(of_node=True)
@@ -429,9 +425,8 @@ class Bucket:
             return self.gathered([(0, master)], master.dtype, "values")
 
     def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
-        """Gather `own` values of all ranks into a new tensor [layout.numel] on the device. Blocks. Collective.
-
-        `own` has pairs (start in the owned range, values). Elements for which no rank has values are zero."""
+        """Gather `own` values of all ranks into a new tensor [layout.numel] on the device. Blocks. Collective. `own`
+        has pairs (start in the owned range, values). Elements for which no rank has values are zero."""
         low, _ = self.owned_range
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
         for start, values in own:
@@ -485,10 +480,8 @@ class Bucket:
 
 
 def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
-    """Issue the gathers of several buckets as one message. Collective.
-
-    The device must have streams. All `buckets` have one communicator, and all reshard or none does. `of_node`: gather
-    the slices kept for the node."""
+    """Issue the gathers of several buckets as one message. Collective. The device must have streams. All `buckets` have
+    one communicator, and all reshard or none does. `of_node`: gather the slices kept for the node."""
     comm = buckets[0].comm
     # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,
     # and run beside compute. Other buckets' values are in use until the current stream has replaced this rank's slice.

@@ -64,7 +64,7 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
         key = next(iter(lacking))
         raise ConfigError(
             f"module {name or '(root)'} ({type(inner).__name__}) holds parameters or buffers on the meta device "
-            f"({key}) and has no reset_parameters() to initialise them, nor has {f'{name}.{key}' if name else key} a "
+            f"({key}) and has no reset_parameters() to initialize them, nor has {f'{name}.{key}' if name else key} a "
             "source in zero.init_from. Give it that method, a source, or build it off meta."
         )
     for key, tensor in lacking.items():
@@ -72,7 +72,7 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
         like = tensor if split is None else torch.empty(split.shape, dtype=tensor.dtype, device="meta")
         value = torch.empty_like(like, device=device)
         if value.is_floating_point():
-            value.fill_(torch.nan)  # so that missing initialisation is found
+            value.fill_(torch.nan)  # so that missing initialization is found
         if isinstance(tensor, nn.Parameter):
             move_param(tensor, value)
         else:
@@ -91,7 +91,7 @@ def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[st
         if not tensor.is_meta and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
             raise ConfigError(
                 f"{f'{name}.{key}' if name else key} was on the meta device, and {type(inner).__name__} has not "
-                "initialised it. Have its reset_parameters() do that, or build it off meta."
+                "initialized it. Have its reset_parameters() do that, or build it off meta."
             )
 
 

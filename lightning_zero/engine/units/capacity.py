@@ -169,14 +169,14 @@ _MEMORY = _Kind(
     "host memory",
     "zero.offload.host_budget",
     "available (in its cgroup, or on the machine)",
-    "Give the job more memory, use more hosts, or choose a row of zero/offload that keeps less on the host; where the "
-    "machine gets more memory as it is used, set zero.offload.host_budget, which is believed",
+    "Give the job more memory, use more hosts, or choose a zero/offload that keeps less on the host; if the "
+    "machine gets more memory as it is used, set zero.offload.host_budget, which replaces the free memory",
 )
 _FILES = _Kind(
     "files",
     "zero.offload.nvme_budget",
     "free on the disk",
-    "Free space there, choose another zero.offload.nvme_path, use more hosts, or a row of zero/offload that keeps less "
+    "Free space there, choose another zero.offload.nvme_path, use more hosts, or a zero/offload that keeps less "
     "in files",
 )
 
@@ -185,7 +185,7 @@ DEVICE_MEMORY = _Kind(
     "memory of the device",
     "zero.offload.device_budget",
     "free there",
-    "Choose a stage that shards more, a row of zero/offload that keeps less on the device, or use more ranks",
+    "Choose a stage that shards more, a zero/offload that keeps less on the device, or use more ranks",
 )
 
 
@@ -237,9 +237,9 @@ def check_free_memory(
     for rank, (_, want, holds, beyond, *_) in enumerate(table):
         if beyond:
             raise ConfigError(
-                f"{kind.budget_key}: rank {rank} needs {want:,} more bytes of {kind.what} at rest, beside {holds:,} "
-                f"that it holds; the budget is {budget:,}. Raise {kind.budget_key}, use more ranks, or choose another "
-                "row of zero/offload."
+                f"{kind.budget_key}: rank {rank} needs {want:,} more bytes of {kind.what} between steps, beside "
+                f"{holds:,} that it holds; the budget is {budget:,}. Raise {kind.budget_key}, use more ranks, or "
+                "choose another zero/offload."
             )
     names = {key: name for (key, name), *_ in reversed(table)}
     for key, name in names.items():
@@ -248,7 +248,7 @@ def check_free_memory(
         if free is not None and sum(wants) > free:
             raise ConfigError(
                 f"zero.offload: the {len(wants)} rank(s) {name} need {sum(wants):,} more bytes of {kind.what} "
-                f"at rest; {free:,} are {kind.where}. {kind.fix} (python -m lightning_zero.plan shows all rows)."
+                f"between steps; {free:,} are {kind.where}. {kind.fix} (python -m lightning_zero.plan shows all)."
             )
 
 

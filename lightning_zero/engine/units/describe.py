@@ -84,10 +84,9 @@ def itemsizes(dtypes: Dtypes) -> Itemsizes:
 
 
 def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
-    """Return a description of each unit of `module` with its buckets, the root first. The module can be on meta.
-
-    Raises ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantised
-    weights), 4-bit weights that cannot be sharded, and CUDA graphs over parameters that are gathered and dropped."""
+    """Return a description of each unit of `module` with its buckets, the root first. The module can be on meta. Raises
+    ConfigError for unknown units, lazy parameters, parameters that wrap other tensors (DTensors, quantized weights),
+    4-bit weights that cannot be sharded, and CUDA graphs over parameters that are gathered and dropped."""
     refuse_scripted(module)
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
@@ -121,8 +120,8 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
             # The engine sets `.data`: that would change the wrapper only, and modules use the inner tensors.
             raise ConfigError(
                 f"parameter {fqns[0]} is a {type(param).__name__}, a wrapper whose values lie in other tensors (as the "
-                "quantised and float8 weights of torchao): what is gathered, loaded and trained would not get there. "
-                "Shard the plain module: quantise it after training, train in float8 by zero/precision=float8; for a "
+                "quantized and float8 weights of torchao): what is gathered, loaded and trained would not get there. "
+                "Shard the plain module: quantize it after training, train in float8 by zero/precision=float8; for a "
                 "frozen 4-bit base take bitsandbytes' Linear4bit."
             )
         refuse_unpackable(param, fqns[0])
@@ -226,9 +225,8 @@ def recomputes(block: nn.Module, config: ZeroConfig) -> bool:
 
 
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield parameters from which weights are computed (spectral and weight norm, parametrizations).
-
-    They keep fp32: the computation is inexact in low precision, and fails with buffers of another dtype."""
+    """Yield parameters from which weights are computed (spectral and weight norm, parametrizations). They keep fp32:
+    the computation is inexact in low precision, and fails with buffers of another dtype."""
     for inner in module.modules():
         if isinstance(inner, ParametrizationList):
             yield from inner.parameters()
@@ -301,9 +299,8 @@ def _with_wire(dtypes: Dtypes) -> Dtypes:
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Check that all ranks have equal parameters in the same order. All ranks take rank 0's strides. Collective.
-
-    Raises ConfigError with the first difference, on all ranks. `group` is None for one rank."""
+    """Check that all ranks have equal parameters in the same order. All ranks take rank 0's strides. Collective. Raises
+    ConfigError with the first difference, on all ranks. `group` is None for one rank."""
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [(_describe(u, info), info.saved_strides) for u in units for bucket in u.buckets for info in bucket.params]
     digest = hashlib.sha256(repr(own).encode()).digest()

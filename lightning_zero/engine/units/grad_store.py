@@ -62,10 +62,9 @@ class Claimed(NamedTuple):
 
 
 class GradStore:
-    """Holds a reduced gradient on the device. The subclass :class:`OnHost` holds it in host memory.
-
-    ``value`` is the gradient or None. Reading it waits for a copy to the host, if one is under way. ``memory`` is the
-    tensor that the store has allocated. :class:`OnHost` keeps it while there is no gradient."""
+    """Holds a reduced gradient on the device. The subclass :class:`OnHost` holds it in host memory. ``value`` is the
+    gradient or None. Reading it waits for a copy to the host, if one is under way. ``memory`` is the tensor that the
+    store has allocated. :class:`OnHost` keeps it while there is no gradient."""
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
         self._dtype, self._streams = dtype, streams
@@ -125,10 +124,9 @@ class _Seen:
 
 
 class OnHost(GradStore):
-    """Holds the gradient in host memory, pinned for a GPU, of exactly the gradient's size.
-
-    Norms and finite checks that callers have asked for on earlier gradients are computed on the device before the copy.
-    On the host each would take another pass over memory after the backward."""
+    """Holds the gradient in host memory, pinned for a GPU, of exactly the gradient's size. Norms and finite checks that
+    callers have asked for on earlier gradients are computed on the device before the copy. On the host each would take
+    another pass over memory after the backward."""
 
     is_there = False  # type: ignore[assignment]
 

@@ -39,10 +39,9 @@ CAST_CHUNK = 1 << 22  # elements: little memory, and enough to keep a link busy
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Holds the tiers of one engine (host memory, files), and the helpers that copy to and from these tiers.
-
-    `landing` copies gradients to the host, `sender` copies masters in files to a device with streams, and `read_ahead`
-    has buffers for parameters that are read from files."""
+    """Holds the tiers of one engine (host memory, files), and the helpers that copy to and from these tiers. `landing`
+    copies gradients to the host, `sender` copies masters in files to a device with streams, and `read_ahead` has
+    buffers for parameters that are read from files."""
 
     host: HostTier | None = None
     nvme: NvmeTier | None = None
@@ -73,7 +72,6 @@ class Tiers:
 
 class MasterStorage:
     """Holds a bucket's masters [owned numel] and optimizer state on a tier. `master` is readable while it is open.
-
     `changes` becomes another object whenever the masters may have changed, so that comparing it shows a change."""
 
     keeps_state = False  # `attach_state` moves state to the tier
@@ -372,7 +370,6 @@ def make_storage(
 
 def copy_cast(source: Tensor, target: Tensor) -> None:
     """Copy `source` to `target`, with a cast if dtypes differ. Casts between devices go chunk by chunk, to save memory.
-
     Casts run on the device. The host waits for the end of a copy to host memory, because later readers and writers of
     that memory do not."""
     if source.device == target.device or source.dtype == target.dtype:

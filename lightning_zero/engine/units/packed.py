@@ -21,10 +21,10 @@ def is_packed(param: Tensor) -> bool:
 
 
 def refuse_unpackable(param: nn.Parameter, fqn: str) -> None:
-    """Raise ConfigError for a 4-bit parameter that is not frozen, not yet quantised, or packed anew for a CPU."""
+    """Raise ConfigError for a 4-bit parameter that is not frozen, not yet quantized, or packed anew for a CPU."""
     state = getattr(param, "quant_state", param)
     if state is None:
-        found, how = "one without", "Move the module to its device before it is sharded: that quantises it"
+        found, how = "one without", "Move the module to its device before it is sharded: that quantizes it"
     elif getattr(state, "packing_format_for_cpu", False):
         found, how = "bytes that a forward on a CPU has packed anew", "Shard the module before it is evaluated"
     elif state is not param and param.requires_grad:
@@ -72,7 +72,7 @@ def load_beside(module: nn.Module, state: dict[str, Tensor], prefix: str, *rest:
         if not found or value.dtype != param.dtype:
             rest[-1].append(
                 f"{name}: expected packed bytes in {param.dtype} and their quant_state, got {value.dtype} and "
-                f"{', '.join(found) or 'none'}. Change quant_storage, or load a checkpoint of the quantised model."
+                f"{', '.join(found) or 'none'}. Change quant_storage, or load a checkpoint of the quantized model."
             )
             continue
         vars(old).update(vars(type(old).from_dict(found, old.absmax.device)))

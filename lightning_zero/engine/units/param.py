@@ -375,10 +375,9 @@ def set_values(infos: Iterable[ParamInfo], values: Iterable[Tensor], kind: Kind)
 
 
 def values_changed(infos: Sequence[ParamInfo]) -> None:
-    """Raise the autograd versions of parameters whose values the engine has replaced or changed.
-
-    torch then refuses a backward that saved the old values, and `passes.writes.Writes` does not take the change for a
-    user's write. See [Note: version counters]."""
+    """Raise the autograd versions of parameters whose values the engine has replaced or changed. torch then refuses a
+    backward that saved the old values, and `passes.writes.Writes` does not take the change for a user's write. See
+    [Note: version counters]."""
     increment_version([info.param for info in infos])
     for info in infos:
         info.version += 1

@@ -85,7 +85,8 @@ class NodeShard:
         kept    |   0   |   1   |   2   |   3   |    slices of the four ranks of each node
 
     `values` [numel / ranks of the node] is kept from the unit's drop in the forward until the pass ends or masters
-    change. At other times it is None. The gather for the backward sends these slices in place of the shards."""
+    change. At other times it is None. The gather for the backward sends these slices in place of the shards.
+    """
 
     def __init__(self, numel: int, rank: int, size: int) -> None:
         """`rank` is this rank's position among the `size` ranks of its node. With `size` 0 no slice is ever kept."""
@@ -119,9 +120,8 @@ class NodeShard:
 
 
 class ParamStore:
-    """Holds the compute parameters of this rank's owned range between uses: [owned numel] in compute_dtype.
-
-    `memory` is the store's own tensor on the device. None: the parameters lie in another buffer or in a file."""
+    """Holds the compute parameters of this rank's owned range between uses: [owned numel] in compute_dtype. `memory` is
+    the store's own tensor on the device. None: the parameters lie in another buffer or in a file."""
 
     memory: Tensor | None = None
 
@@ -254,9 +254,8 @@ def make_param_store(
     tiers: Tiers,
     streams: Streams,
 ) -> ParamStore:
-    """Make the store that `plan` asks for, from the compute parameters `values` [owned numel] in any dtype.
-
-    `own`: this rank's slice of the full buffer; its dtype is kept. `send` casts masters into a tensor."""
+    """Make the store that `plan` asks for, from the compute parameters `values` [owned numel] in any dtype. `own`: this
+    rank's slice of the full buffer; its dtype is kept. `send` casts masters into a tensor."""
     match plan.params_rest:
         case ParamsRest.full_is_master:
             return FullIsMaster(storage)

@@ -365,7 +365,6 @@ def _infos(engine: Core) -> dict[str, ParamInfo]:
 
 def _refuse_other_values(engine: Core, state: Saved) -> None:
     """Raise RuntimeError if ranks load other values of a parameter, of which each would write its own part. Collective.
-
     Eight elements of each tensor tell: what differs is mostly random, and more would read a mapped file."""
     infos = {fqn: info for fqn, info in _infos(engine).items() if info.split is None}
     own = {

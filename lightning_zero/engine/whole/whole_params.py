@@ -336,8 +336,7 @@ def _show(engine: Core, copy: HostCopy) -> None:
 
 def show_again(engine: Core) -> bool:
     """Show ``engine.host_copy`` in the parameters again, if it still equals this rank's masters and parameters are not
-    whole already. Return whether this call has shown it. Sends no message.
-    """
+    whole already. Return whether this call has shown it. Sends no message."""
     copy = engine.host_copy
     if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine.buckets):
         return False

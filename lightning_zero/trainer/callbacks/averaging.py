@@ -1,6 +1,5 @@
 """Run Lightning's WeightAveraging (and EMA) callbacks on shards: the averaged model holds averages of this rank's
-master shards. Checkpoints hold full tensors, as without sharding.
-"""
+master shards. Checkpoints hold full tensors, as without sharding."""
 
 from __future__ import annotations
 

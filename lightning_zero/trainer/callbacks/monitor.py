@@ -1,4 +1,4 @@
-"""ZeroMonitor: logs speed, memory by role and tier, and the time that compute waited."""
+"""ZeroMonitor: logs speed, memory by role and place, and the time that computation waited."""
 
 from __future__ import annotations
 
@@ -30,33 +30,34 @@ _DTYPES = {Precision.fp32: "fp32", Precision.fp64: "fp64", Precision.fp16: "fp16
 
 
 class ZeroMonitor(Callback):
-    """Logs these metrics to all loggers, without messages or waits. Raises ConfigError under other strategies.
+    """Logs these metrics of rank 0 to all loggers, without messages or waits.
 
     ::
 
         zero/steps_per_s             optimizer steps
-        zero/tokens_per_s            of all ranks; zero/samples_per_s where batches are not of tokens
-        zero/tflops_per_s            model FLOP/s of one device, in 1e12, where the FLOPs of a batch are known
-        zero/mfu                     these FLOP/s as a share of the device's peak, where that is known too
-        zero/bytes/<role>/<tier>     at rest on this rank: compute_param, master_param, grad, optim_state
-        zero/bytes_over_plan         sum of these bytes divided by the planned sum; 1.0 as planned
-        zero/grad_norm               of the last clipped step (gradient_clip_val) whose norm has come to the host
-        zero/loss                    the mean over all tokens of the last step, with zero.loss=tokens
-        zero/peak_bytes/device       the most bytes of GPU memory that tensors have taken
-        zero/wait_s_per_step         seconds that compute waited, of which
-        zero/wait_s/<what>           gather, reduce, agree (small messages), transfer, disk, step (an offloaded one),
-                                     sequence (the exchange of heads)
+        zero/tokens_per_s            tokens of all ranks; if batches have no tokens, zero/samples_per_s
+        zero/tflops_per_s            model FLOP/s of one device, in 1e12, if the FLOPs of a batch are known
+        zero/mfu                     model FLOP/s divided by the device's peak, if that is known too
+        zero/bytes/<role>/<place>    bytes between steps: compute_param, master_param, grad, optim_state
+        zero/bytes_over_plan         the sum of these bytes divided by the planned sum
+        zero/grad_norm               norm of the last clipped step (gradient_clip_val) whose norm is on the host
+        zero/loss                    mean over all tokens of the last step, with zero.loss=tokens
+        zero/peak_bytes/device       the peak of GPU memory for tensors
+        zero/wait_s_per_step         seconds of a step in which computation waited: the sum of
+        zero/wait_s/<what>           waits for gather, reduce, agree (small messages), transfer, disk, step (an
+                                     offloaded one), sequence (the exchange of heads)
         zero/moved_bytes/<what>      per step and rank: gather, reduce, sequence, h2d, d2h, disk_read, disk_write
-        zero/prefetch_hits           share of gathers that were issued before they were needed
+        zero/prefetch_hits           fraction of gathers that were issued before they were needed
 
-    Speeds are averages over the last ten logs; the rest is since the last log. Metrics are rank 0's.
+    Speeds are averages over the last ten logs; other metrics cover the time since the last log.
 
-    Model FLOPs are counted by torch's formulas during the first batch, or taken from the module's ``flops_per_batch``
-    (forward and backward of one batch, which ranks that share a sequence divide). Compiled modules need the latter.
+    Model FLOPs are counted during the first batch with torch's formulas, or taken from the module's attribute
+    ``flops_per_batch`` (forward and backward of one batch, divided by the ranks that share a sequence). Compiled
+    modules need this attribute. Raises ConfigError under other strategies.
 
     Args:
         every_n_steps: optimizer steps between two logs; default: ``Trainer(log_every_n_steps=)``.
-        prog_bar: show speed, and MFU where known, in the progress bar.
+        prog_bar: show speed, and MFU if known, in the progress bar.
         peak_flops: FLOP/s of one device; default: the GPU's known peak.
         count_flops: count FLOPs during the first batch.
     """

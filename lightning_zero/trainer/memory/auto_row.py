@@ -112,7 +112,7 @@ def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModu
             candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
             if not candidates:
                 raise ConfigError(
-                    "zero/stage=auto: expected a stage that goes with zero/offload="
+                    "zero/stage=auto: expected a stage that allows zero/offload="
                     f"{asked.offload.name.name} and a folder for files where it needs one, got none. Choose "
                     "zero/offload=auto, or set zero.offload.nvme_path."
                 )

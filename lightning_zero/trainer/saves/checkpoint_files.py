@@ -50,7 +50,7 @@ class CheckpointFiles(Processes):
         self._checkpoint_io = io
 
     def _put_values(self, engines: Iterable[Engine], checkpoint: dict[str, Any], save: RangeSave | None = None) -> None:
-        """Give modules of ``engines`` that lie in ``checkpoint`` the values that are saved. Collective."""
+        """Give modules of ``engines`` that are in ``checkpoint`` the values that are saved. Collective."""
         for engine in engines:
             make: Make = partial(whole_values, checkpoint)
             if self.config.checkpoint.name is CheckpointFormat.sharded:
@@ -106,7 +106,7 @@ class CheckpointFiles(Processes):
         total = sum(r.checked for r in self._gather_objects(report, "checksums")) // max(1, len(found) // len(peers))
         if report.unknown:
             rank_zero_warn(
-                f"{name} has no checksums for all that is in it: it is loaded as it is (zero.checkpoint.verify)."
+                f"{name} has no checksums for all that is in it: it is loaded without a check (zero.checkpoint.verify)."
             )
         elif total:
             rank_zero_info(f"{name} is as it was written: {total:,} bytes agree with their checksums")

@@ -33,7 +33,7 @@ class OtherModelError(ConfigError, RuntimeError):
 
 
 class OnlyWeightsError(ConfigError, KeyError):
-    """Raised if the checkpoint has no optimizer states to go on with. It is a KeyError too, as Lightning raises."""
+    """Raised if the checkpoint has no optimizer states to resume from. A KeyError too, like Lightning's error."""
 
     __str__ = Exception.__str__
 
@@ -101,7 +101,7 @@ def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, stric
 
 def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: Any, config: ZeroConfig) -> None:
     """Raise ConfigError if the checkpoint lacks frozen parameters whose names are in ``on_meta``: the module has no
-    values for them, and a fresh initialisation would replace trained ones."""
+    values for them, and a fresh initialization would replace trained ones."""
     lacking = sorted(name for name in on_meta if name not in checkpoint["state_dict"])
     if checkpoint.get(EXCLUDES_FROZEN) and lacking and config.init_from is None:
         raise ConfigError(
@@ -144,8 +144,8 @@ def warn_of_overruled(
                     changed.append(f"{name}{group}: {before} (given: {now})")
     if changed:
         rank_zero_warn(
-            f"ckpt_path: {path}: the optimizer goes on with the settings of the checkpoint, as under every strategy, "
-            f"and not with those that were given: {', '.join(dict.fromkeys(changed))}. To change them, set "
+            f"ckpt_path: {path}: the optimizer uses the settings of the checkpoint, as under every strategy, "
+            f"instead of those that were given: {', '.join(dict.fromkeys(changed))}. To change them, set "
             "optimizer.param_groups in on_train_start (and lr_scheduler.base_lrs where a scheduler sets lr), or load "
             "the weights alone (load_state_dict) and start anew."
         )

@@ -215,7 +215,7 @@ class Checkpoints:
             except Exception as error:
                 if not failed_on_all_ranks(error) or not self.background.may_fail:
                     raise
-                rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
+                rank_zero_warn(f"{error} Training continues, and the save is tried again later (save_minutes).")
         io = self._strategy.checkpoint_io
         if async_writer(io) is not None:
             with self.noting_failure():
@@ -357,7 +357,7 @@ class Checkpoints:
             rank_zero_warn(
                 f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers() gives "
                 f"{len(optimizers)}: the first {min(len(states), len(optimizers))} are loaded, and those "
-                "without a state start anew. Give the optimizers it was saved with to go on as it was."
+                "without a state start anew. Give the optimizers that it was saved with, to resume exactly."
             )
         frozen = [bucket for bucket in self._strategy.engine.buckets if not bucket.plan.trainable]
         pairs = self._check_optimizers(states)

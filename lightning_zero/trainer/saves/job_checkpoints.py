@@ -23,13 +23,13 @@ _fits = itertools.count(1)  # of this process. A restarted script calls them in 
 
 def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()) -> str | None:
     """Return the newest checkpoint that an earlier start of this job wrote, equal on all ranks; None if there is none.
-    Say so, and tell the strategy. ``folders``: where to look besides ``run_dir``."""
+    If there is one, print its path, and tell the strategy. ``folders``: where to look besides ``run_dir``."""
     found = checkpoint_of_job(run_dir, folders)
     if found is None:
         return None
     if trainer.is_global_zero:
         shown = os.path.relpath(found) if isinstance(found, Path) else found  # else in a remote folder
-        print(f"{job_name()} has started again: it goes on from {shown}", flush=True)
+        print(f"{job_name()} has started again: it resumes from {shown}", flush=True)
     trainer.strategy.run_plan.resumes_job = True  # type: ignore[attr-defined]
     return str(found)
 

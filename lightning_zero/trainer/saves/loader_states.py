@@ -62,8 +62,8 @@ class LoaderStates:
         found = state.pop(_RANKS, None)
         if found is not None and len(found) != strategy.world_size:
             rank_zero_warn(
-                f"{path} has the places of loaders on {len(found)} ranks, which were not the same: these "
-                f"{strategy.world_size} ranks all go on at rank 0's, so that samples of this epoch may be repeated or "
+                f"{path} has different states of loaders for {len(found)} ranks: all "
+                f"{strategy.world_size} ranks use that of rank 0, so that samples of this epoch may be repeated or "
                 "left out."
             )
         elif found is not None:

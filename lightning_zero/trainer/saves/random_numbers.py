@@ -28,8 +28,7 @@ KEY = "lightning_zero_rng"  # key in a checkpoint
 
 class Saved(NamedTuple):
     """The generators' states with which one rank resumes: ``now``, before its next draw, and ``epoch``, before the
-    epoch's iterator was made. ``in_epoch``: whether the next batch comes from that iterator.
-    """
+    epoch's iterator was made. ``in_epoch``: whether the next batch comes from that iterator."""
 
     now: Generators
     epoch: Generators

@@ -56,9 +56,8 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ``checkpoint``'s entries for DCP's files, and those for ``meta.pt``. ``named``: keys of optimizers.
-
-    Raises ConfigError for optimizer state that DCP's files would not give back."""
+    """Return ``checkpoint``'s entries for DCP's files, and those for ``meta.pt``. ``named``: keys of optimizers. Raises
+    ConfigError for optimizer state that DCP's files would not give back."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
