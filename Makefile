@@ -116,7 +116,7 @@ test-field: ## published packages that are built on Lightning, trained beside DD
 docs: $(DOCS_STAMP) ## the documentation as a site, in outputs/site
 	$(PY) docs/made.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet -f docs/site/mkdocs.yml
-	@echo "outputs/site: look at it by $(PY) -m http.server --directory outputs/site"
+	@echo "outputs/site/index.html: open it in a browser."
 
 $(DOCS_STAMP): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,docs]'
