@@ -34,11 +34,11 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 42_945,
+    "lines of the package": 43_015,
     "lines of the engine": 11_760,
     "files of the engine": 42,
     "lines of the longest file": 690,
-    "lines of tests": 43_865,
+    "lines of tests": 43_895,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 59,
     "private names of Lightning": 11,
