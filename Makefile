@@ -26,6 +26,8 @@ ifneq ($(TORCH_INDEX_URL),)
 TORCH += --extra-index-url $(TORCH_INDEX_URL)
 endif
 
+SIZE := about $(if $(GPU),3 GB to download; 5 to 15,0.4 GB to download; 2 to 5) minutes
+
 # Another choice of torch or interpreter, or other dependencies, make another stamp, and so install again.
 CHOICE := $(shell echo '$(PYTHON) $(TORCH) $(GPU)' | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(CHOICE)
@@ -45,6 +47,7 @@ install: $(STAMP) ## the virtual environment, with this package and torch
 
 $(STAMP): pyproject.toml
 	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11: PYTHON=...")'
+	@echo "Installing $(or $(TORCH),torch for CUDA), Lightning, Hydra and the tests' packages into $(VENV): $(SIZE)."
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test]'
 	@rm -f $(VENV)/.installed-*
@@ -116,7 +119,7 @@ test-field: ## published packages that are built on Lightning, trained beside DD
 docs: $(DOCS_STAMP) ## the documentation as a site, in outputs/site
 	$(PY) docs/made.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet -f docs/site/mkdocs.yml
-	@echo "outputs/site: look at it by $(PY) -m http.server --directory outputs/site"
+	@echo "outputs/site/index.html: open it in a browser."
 
 $(DOCS_STAMP): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,docs]'

@@ -1,4 +1,4 @@
-"""Runs a command by its name: ``lightning-zero train|plan|submit|replay|env|checkpoint ...``."""
+"""Runs a command by its name: ``lightning-zero train|plan|submit|replay|report|env|checkpoint ...``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ COMMANDS = {
     "plan": "show what each stage needs of memory, and how long a step takes",
     "submit": "submit a run to SLURM",
     "replay": "run steps of a run again, and say what differs",
+    "report": "compare two runs, or list the runs of a folder",
     "env": "report on this machine; --check tests it",
     "checkpoint": "verify checkpoints, or convert them",
 }
@@ -33,8 +34,8 @@ def main() -> None:
         print(f"error: {word}: expected one of {', '.join(COMMANDS)}. {change}", file=sys.stderr)
         sys.exit(2)
     name = sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in COMMANDS else "train"
-    if name == "checkpoint":
-        sys.exit(importlib.import_module("lightning_zero.checkpoint.__main__").main(sys.argv[1:]))
+    if name in (own := {"checkpoint": "__main__", "report": "compare"}):
+        sys.exit(importlib.import_module(f"lightning_zero.{name}.{own[name]}").main(sys.argv[1:]))
     importlib.import_module(f"lightning_zero.{name}").main()
 
 

@@ -182,6 +182,9 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
         assert not re.search(r"<a [^>]*>[\w/]+\.md</a>", text), f"{name} shows the name of a file for a link"
         loaded = re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"?(https?://[^ \">]+)", text)
         assert not loaded, f"{name} loads {loaded}"
+    # Search in pages that are opened from a folder.
+    assert '<script src="iframe-worker.js">' in pages["index.html"] and (tmp_path / "iframe-worker.js").is_file()
+    assert "nvme_path" in (tmp_path / "search" / "search_index.js").read_text()
 
 
 def test_every_argument_of_others_is_answered() -> None:

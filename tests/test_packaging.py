@@ -128,7 +128,7 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
     targets = ("train", "smoke", "test", "test-full", "test-slurm", "bench", "bench-checkpoint", "lint", "clean")
     done = run_command("make", "-n", "VENV=no-such-venv", *targets, "ARGS=seed=7", code=0)
     parts = ["-m venv no-such-venv", "-m lightning_zero.train seed=7", "-m pytest", "tests/slurm/lab.sh install"]
-    parts += ["-e '.[test]'", "-m benchmarks.bench", "-m benchmarks.checkpoint"]
+    parts += ["-e '.[test]'", "into no-such-venv: about", "-m benchmarks.bench", "-m benchmarks.checkpoint"]
     assert [part for part in parts if part not in done.stdout] == []
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_zero.app.instantiate import build, build_all, check_values, is_first
 from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.planning.topology import check_groups
-from lightning_zero.settings import ConfigError, Precision, nearest
+from lightning_zero.settings import ConfigError, Precision, check_installed, nearest
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
@@ -20,7 +20,16 @@ OUR_DATA = (  # batches are tensors [batch_size, block_size + 1] of tokens
     "lightning_zero.data.dataset.DatasetText",
     "lightning_zero.data.synthetic.SyntheticData",
 )
+PACKAGES = {"lightning_zero.models.hugging_face.LitCausalLM": "transformers", OUR_DATA[1]: "datasets"}  # of classes
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+
+
+def check_packages(config: TrainConfig, *groups: str) -> None:
+    """Raise ConfigError if a package is missing that ``groups``, of model and data, need. Nothing is imported."""
+    nodes = [getattr(config, group) for group in groups]
+    needed = [PACKAGES[node["_target_"]] for node in nodes if node.get("_target_") in PACKAGES]
+    needed += ["transformers"] if "data" in groups and config.data.get("tokenizer") is not None else []
+    check_installed(" and ".join(groups), dict.fromkeys(needed))
 
 
 def agreed_precision(config: TrainConfig) -> str | None:

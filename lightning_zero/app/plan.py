@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.app import train
 from lightning_zero.app.jobs import GPU_ACCELERATORS, fit_trainer
 from lightning_zero.app.overrides import check_keys
+from lightning_zero.app.parts import check_packages
 from lightning_zero.app.plan_picture import check_picture
 from lightning_zero.app.plan_tables import TIER_NAMES, is_chosen
 from lightning_zero.app.schema import MachineConfig, TrainConfig
@@ -144,6 +145,7 @@ def _show(what: str) -> None:
 
 
 def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> None:
+    check_packages(config, "model")
     _show("importing torch and Lightning")
     from lightning_zero.app.memory_plan import find_machine, make_plan
     from lightning_zero.app.plan_model import describe

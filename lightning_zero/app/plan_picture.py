@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from lightning_zero.planning.choose import Choice
 from lightning_zero.planning.fit import Machine, Row
 from lightning_zero.planning.memory import on_tier
 from lightning_zero.planning.placement import Tier
-from lightning_zero.settings import ConfigError, ZeroConfig
+from lightning_zero.settings import ConfigError, ZeroConfig, check_installed
 
 SUFFIXES = (".png", ".svg")
 # Okabe and Ito's palette, for readers with a colour vision deficiency.
@@ -35,8 +34,7 @@ Panel = tuple[str, int, list[dict[Role, int]]]  # a tier: its name, its capacity
 
 def check_picture(path: str) -> None:
     """Raise ConfigError if matplotlib or the folder of ``path`` is missing, or the suffix of ``path`` is unknown."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("picture: expected matplotlib, which is not installed: pip install 'lightning-zero[plot]'.")
+    check_installed("picture", ["matplotlib"])
     if Path(path).suffix not in ("", *SUFFIXES):
         raise ConfigError(f"picture: expected a name that ends in {' or '.join(SUFFIXES)}, or without, got {path!r}.")
     if not (folder := Path(path).absolute().parent).is_dir():

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.app import train
 from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.overrides import check_keys
-from lightning_zero.app.parts import agreed_precision, build_data, check_data
+from lightning_zero.app.parts import agreed_precision, build_data, check_data, check_packages
 from lightning_zero.app.plan_tables import advice_lines, after_run_line, short_bytes
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.app.slurm import script
@@ -78,6 +78,7 @@ REFUSALS = {
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
     """Raise ConfigError where the main job would for this configuration, although this machine may lack its devices."""
+    check_packages(config, "model", "data")
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     from lightning_zero.trainer.memory.activations import quiet

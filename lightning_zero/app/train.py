@@ -47,6 +47,7 @@ from lightning_zero.app.parts import (
     build_loggers,
     build_model,
     check_data,
+    check_packages,
 )
 from lightning_zero.app.schema import Task, TrainConfig, register_schema
 from lightning_zero.data.sources import check_path
@@ -216,6 +217,7 @@ def run(config: TrainConfig) -> float | None:
     os.environ.pop(RUN_DIR_VARIABLE, None)  # of a job by submit -- python -m lightning_zero.train; a run has its own
     # Checks that need no torch, whose import takes seconds.
     agreed_precision(config)
+    check_packages(config, "model", "data")
     if config.data.get("_target_") == TEXT_DATA and isinstance(path := config.data.get("path"), str):
         check_path(path)
     # When a rank fails, torch's C++ warns of each connection that ends, with its frames. Our errors name the rank.

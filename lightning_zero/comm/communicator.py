@@ -13,9 +13,9 @@ kinds has a group. Where the host waits for messages, it issues the gather half 
 half complete, at a moment that differs between ranks. So this half has a third group. What decides about a collective
 must therefore be equal on all ranks: a plan, an agreement, rank 0's order; never how far this rank's threads have got.
 
-On CUDA each kind has a stream (``device/streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it would
-use another stream with compute's priority. The host never waits. An operation waits for what its issuing stream has
-queued.
+On CUDA each kind has a stream (``device/streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it
+would use another stream with compute's priority. The host never waits. An operation waits for what its issuing stream
+has queued.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_zero.data.resumable import LanguageData
 from lightning_zero.data.sources import find_sources
 from lightning_zero.data.text import check_enough, check_whole_number
-from lightning_zero.settings import ConfigError
+from lightning_zero.settings import ConfigError, check_installed
 
 Encode = Callable[[list[str]], list[list[int]]]
 
@@ -95,13 +95,9 @@ class DatasetText(LanguageData):
 def _load(path: str | None, split: str | None) -> Any:
     if path is None:
         raise ConfigError("data.path: expected a folder of save_to_disk, or files of text, got none. Set data.path.")
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "data: expected the package datasets, which is not installed. pip install 'lightning-zero[data]', or "
-            "choose data=text, whose tokens are bytes."
-        ) from error
+    check_installed("data", ["datasets"])
+    import datasets
+
     folder = Path(path).expanduser()
     if not any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
         files = [str(source.path) for source in find_sources(path)]
@@ -124,15 +120,12 @@ def _bytes(texts: list[str]) -> list[list[int]]:
 def _tokenizer(folder: str) -> tuple[Encode, int, str]:
     """Return a function that encodes texts (and adds an end-of-text token), its number of tokens, and a cache key."""
     files = [f for f in sorted(Path(folder).expanduser().glob("*")) if f.suffix in (".json", ".model", ".txt")]
-    try:
-        from datasets.fingerprint import Hasher
-        from transformers import AutoTokenizer
+    check_installed("data.tokenizer", ["datasets", "transformers"])
+    from datasets.fingerprint import Hasher
+    from transformers import AutoTokenizer
 
+    try:
         inner: Any = AutoTokenizer.from_pretrained(Path(folder).expanduser(), local_files_only=True)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"data.tokenizer: expected the package {error.name}, which is not installed. pip install {error.name}."
-        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.tokenizer: expected a folder with the files of a tokenizer (tokenizer.json, ...), got {folder!r}: "

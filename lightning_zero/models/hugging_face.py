@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
-from lightning_zero.settings import ConfigError, nearest
+from lightning_zero.settings import ConfigError, check_installed, nearest
 
 
 class LitCausalLM(LanguageModel):
@@ -89,12 +89,9 @@ def read_config(path: str | None, settings: dict[str, Any]) -> Any:
             f"model.path: expected a folder with a config.json, as save_pretrained writes it, got {path!r}. Change "
             "model.path."
         )
-    try:
-        from transformers import AutoConfig
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "model: expected the package transformers, which is not installed. pip install it."
-        ) from error
+    check_installed("model", ["transformers"])
+    from transformers import AutoConfig
+
     if folder is not None:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         _check_settings(config, settings)

@@ -1,7 +1,8 @@
-"""Write the results of a run as numbers, a picture and a page.
+"""Write the results of runs as numbers, pictures and pages.
 
 ::
 
-    record   keeps what a run logs      results  its numbers
-    figure   its picture, by matplotlib page     a page of HTML
+    record   keeps what a run logs          series    reads it again
+    results  the numbers of a run           figure    pictures, by matplotlib
+    page     pages of HTML                  compare   two runs side by side, an index of runs
 """

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, shorten
 from typing import Any
 
 from lightning_zero.planning.choose import human_bytes
@@ -23,9 +23,17 @@ STYLE |= {"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.15, "axes.e
 STYLE |= {f"{what}color": INK for what in ("text.", "xtick.", "ytick.", "grid.", "axes.label", "axes.title")}
 STYLE |= {"figure.constrained_layout.wspace": 0.04, "figure.constrained_layout.hspace": 0.06}
 
+# What callbacks log: ours, and Lightning's LearningRateMonitor, DeviceStatsMonitor and ThroughputMonitor.
+OF_CALLBACKS = re.compile(
+    r"(zero|run)/|lr|DeviceStatsMonitor|(train|validate)/((device/)?(\w+_per_sec|mfu)|time|batches|samples|lengths)$"
+)
+# Of two runs: the first is a broad pale line, on which the second one is seen where they are equal.
+WIDTHS: tuple[dict[str, Any], ...] = ({"linewidth": 4, "alpha": 0.6}, {"linewidth": 1.2, "zorder": 3})
+
 UNKNOWN = "not measured (callbacks.monitor does)"
 
 Values = Mapping[str, Sequence[tuple[int, float]]]  # for each metric pairs (step, value)
+Bars = tuple[str, Sequence[str], Mapping[str, Sequence[Any]], Callable[[float], str]]  # as _bars takes them
 
 
 def can_draw() -> bool:
@@ -37,8 +45,7 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    finite = {name: [(step, v) for step, v in pairs if math.isfinite(v)] for name, pairs in series.items()}
-    own = {name: pairs for name, pairs in finite.items() if not name.startswith(("zero/", "run/", "lr"))}
+    finite = _finite(series)
     held, ranks, steps_per_s = results["bytes"][:-1], len(results["ranks"]), results.get("steps_per_s")
     peak = results["bytes"][-1]["most"]
     waits, longest = results["wait_s_per_step"], results["most_wait_s_per_step"]
@@ -47,7 +54,7 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
         figure = Figure((11.0, 9.6), layout="constrained")
         areas = figure.subplot_mosaic([["loss", "rate"], ["memory", "speed"], ["memory", "waits"]])
         loss, rate, fast, memory, stood = (areas[name] for name in ("loss", "rate", "speed", "memory", "waits"))
-        _curves(loss, "training and validation", "nothing was logged", *_by_unit(own))
+        _curves(loss, "training and validation", "nothing was logged", *_by_unit(own_metrics(finite)))
         norm = {name: pairs for name, pairs in finite.items() if name == "zero/grad_norm"}
         rates = {name: pairs for name, pairs in finite.items() if name.startswith("run/lr")}
         _curves(rate, "learning rate and norm of gradients", "no step was logged", rates, norm)
@@ -64,8 +71,54 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
         both = {f"mean {of_all}": [*waits.values()]} | ({"most of a rank": [*longest.values()]} if ranks > 1 else {})
         _bars(stood, title, list(waits), both, human_seconds)
         figure.savefig(path, format="png")
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Type")))
+        return _svg(figure)
+
+
+def draw_runs(runs: Mapping[str, Values], bars: Sequence[Bars]) -> str:
+    """Return a picture of two runs as SVG: the curves of each unit, of both in one area, then ``bars``."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    runs = {run: _finite(series) for run, series in runs.items()}
+    units = _by_unit({name: pairs for series in runs.values() for name, pairs in own_metrics(series).items()})
+    speed = next((name for name in SPEEDS if any(f"zero/{name}" in series for series in runs.values())), "")
+    curves = [sorted(unit) for unit in (*units, [f"zero/{speed}"] if speed else []) if unit]
+    rows = -(-(len(curves) + len(bars)) // 2)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure((11.0, 3.2 * rows), layout="constrained")
+        areas = iter(figure.subplots(rows, 2, squeeze=False).flat)
+        for names, axes in zip(curves, areas, strict=False):
+            lines = {
+                f"{run}: {name.removeprefix('zero/')}": (
+                    series[name],
+                    {"color": COLOURS[4 - 4 * number], "linestyle": line} | WIDTHS[number],
+                )
+                for number, (run, series) in enumerate(runs.items())
+                for name, line in zip(names, ("-", "--", ":"), strict=False)
+                if name in series
+            }
+            title = shorten(", ".join(names).removeprefix("zero/"), 60, placeholder=" ...")
+            styles = {name: style for name, (_, style) in lines.items()}
+            _curves(axes, title, "", {name: pairs for name, (pairs, _) in lines.items()}, {}, styles)
+        for bar, axes in zip(bars, areas, strict=False):
+            _bars(axes, *bar)
+        for axes in areas:
+            axes.set_axis_off()
+        return _svg(figure)
+
+
+def own_metrics(series: Values) -> Values:
+    """Return the metrics that a user's module logged."""
+    return {name: pairs for name, pairs in series.items() if not OF_CALLBACKS.match(name)}
+
+
+def _finite(series: Values) -> Values:
+    return {name: [(step, v) for step, v in pairs if math.isfinite(v)] for name, pairs in series.items()}
+
+
+def _svg(figure: Any) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Type")))
     return "<svg" + text.getvalue().partition("<svg")[2].replace(INK, "currentColor")
 
 
@@ -83,16 +136,16 @@ def _by_unit(own: Values) -> tuple[Values, Values]:
     return losses, {name: pairs for name, pairs in own.items() if name not in losses}
 
 
-def _curves(axes: Any, title: str, without: str, left: Values, right: Values) -> None:
+def _curves(axes: Any, title: str, without: str, left: Values, right: Values, styles: Any = None) -> None:
     """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on a second one, or on the first if free.
 
-    ``without``: what to say in place of no curves."""
+    ``without``: what to say in place of no curves. ``styles``: of each curve, if not a colour each."""
     lines, colours = [], iter(COLOURS)
     for number, values in enumerate(values for values in (left, right) if values):
         own = axes.twinx() if number else axes
         for (name, pairs), colour in zip(sorted(values.items()), colours, strict=False):
-            marker = "o" if len(pairs) < 50 else ""
-            lines += own.plot(*zip(*pairs, strict=True), color=colour, label=name, marker=marker, markersize=3)
+            style = {"color": colour, "marker": "o" if len(pairs) < 50 else "", "markersize": 3}
+            lines += own.plot(*zip(*pairs, strict=True), label=name, **style | (styles or {}).get(name, {}))
         if len(values) == 1:
             own.set_ylabel(*(name.removeprefix("run/") for name in values), color=colour)
         own.grid(not number)

@@ -1,10 +1,11 @@
-"""Show a run as one self-contained page of HTML, in the browser's light or dark theme."""
+"""Show runs as self-contained pages of HTML, in the browser's light or dark theme."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
+from urllib.parse import quote
 
 from lightning_zero.planning.choose import human_bytes
 
@@ -43,6 +44,28 @@ svg { width: 100%; height: auto; margin-top: 16px; } a { color: inherit; }
 """
 
 
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, head, rows
+
+
+class Html(str):
+    """A text that is HTML already."""
+
+
+def link(text: str, address: str) -> Html:
+    return Html(f'<a href="{escape(quote(address))}">{escape(text)}</a>')
+
+
+def html_page(title: str, top: str, tables: Iterable[Table], end: str = "") -> str:
+    """Return a page of ``tables``, without those that are empty, between ``top`` and ``end``, which are HTML."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
+        f"<h1>{escape(title)}</h1>{top}"
+        + "".join(f"<h2>{escape(title)}</h2>{_table(head, rows)}" for title, head, rows in tables if rows)
+        + f"{end}</body></html>\n"
+    )
+
+
 def page_html(name: str, results: Mapping[str, Any], svg: str, timeline: str | None) -> str:
     """Return the HTML page of the run ``name``. ``svg``: its picture. ``timeline``: address of its timeline page."""
     numbers = {**results["last"], **(results["metrics"] or {}), **{n: results[n] for n in SPEEDS if n in results}}
@@ -55,29 +78,24 @@ def page_html(name: str, results: Mapping[str, Any], svg: str, timeline: str | N
     means, most = results["wait_s_per_step"], results["most_wait_s_per_step"]
     waits = [(kind, *map(human_seconds, (mean, most[kind])), MEANING.get(kind, "")) for kind, mean in means.items()]
     ranks = results["ranks"]
-    tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = [
+    tables: list[Table] = [
         ("Configuration", (), [(what, _text(value)) for what, value in results["configuration"].items()]),
         ("The run", (), facts),
         ("Bytes", ("role", "tier", "planned", "measured on rank 0", "most of a rank", ""), held),
         ("What compute waited for in a step", ("", f"mean of {len(ranks)} rank(s)", "most of a rank", ""), waits),
         _ranks(ranks, results["setup"].get("ranks", len(ranks))),
     ]
-    link = f'<p><a href="{escape(timeline)}">What the ranks did in some steps: the timeline</a></p>' if timeline else ""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
-        f"<h1>{escape(name)}</h1><p>{escape(results['task'])}: {escape(results['status'])}</p>{svg}{link}"
-        + "".join(f"<h2>{title}</h2>{_table(head, rows)}" for title, head, rows in tables if rows)
-        + (f"<h2>Next</h2><pre>{escape(results['next'])}</pre>" if results["next"] else "")
-        + "</body></html>\n"
-    )
+    pictures = f"<p>{link('What the ranks did in some steps: the timeline', timeline)}</p>" if timeline else ""
+    top = f"<p>{escape(results['task'])}: {escape(results['status'])}</p>{svg}{pictures}"
+    end = f"<h2>Next</h2><pre>{escape(results['next'])}</pre>" if results["next"] else ""
+    return html_page(name, top, tables, end)
 
 
 def human_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> Table:
     """Return the table of ranks: of many those that waited most or least, since others wait for the slowest one."""
     shown, title = sorted(ranks, key=lambda rank: sum(rank["wait_s_per_step"].values())), "Ranks"
     if len(ranks) > MOST_RANKS:
@@ -106,5 +124,8 @@ def _size(value: str | int | None) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [("th", head)] * bool(head) + [("td", row) for row in rows]
-    cells = ("".join(f"<{tag}>{escape(text)}</{tag}>" for text in row) for tag, row in lines)
+    cells = (
+        "".join(f"<{tag}>{text if isinstance(text, Html) else escape(text)}</{tag}>" for text in row)
+        for tag, row in lines
+    )
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"

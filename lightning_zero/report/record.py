@@ -6,9 +6,8 @@ import contextlib
 import json
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -17,11 +16,11 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_zero.engine import Engine
+from lightning_zero.report.series import CURVES, Series, held_and_waits, lines_in, series_of
 from lightning_zero.tiers.limits import lines_of
 from lightning_zero.trainer.callbacks.monitor import batch_size, batches_at_once
 
-CURVES, SEEN = "curves.jsonl", ("run/samples", "run/tokens")
-Series = dict[str, list[tuple[int, float]]]  # for each metric pairs (step, value)
+SEEN = ("run/samples", "run/tokens")
 
 
 class Curves(DummyLogger):
@@ -33,7 +32,7 @@ class Curves(DummyLogger):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder, self.beside = folder, list[Logger]()
-        self.lines = list(_lines(folder / CURVES))
+        self.lines = list(lines_in(folder))
 
     @property
     def save_dir(self) -> str:
@@ -61,19 +60,7 @@ class Curves(DummyLogger):
 
     @property
     def series(self) -> Series:
-        found: dict[str, dict[int, float]] = {}
-        for line in self.lines:
-            for name in line.keys() - {"step"}:
-                found.setdefault(name, {})[line["step"]] = line[name]
-        return {name: sorted(found[name].items()) for name in sorted(found)}
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file of curves, without one that a killed process has left half written."""
-    with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+        return series_of(self.lines)
 
 
 class Record(Callback):
@@ -135,15 +122,11 @@ def of_rank(engine: Engine, series: Series) -> dict[str, Any]:
     accelerator = engine.comm.streams.accelerator
     cpu = re.search(r"^model name\s*: (.*)$", "\n".join(lines_of(Path("/proc/cpuinfo"))), re.MULTILINE)
     peak = re.search(r"^VmHWM:\s*(\d+) kB$", "\n".join(lines_of(Path("/proc/self/status"))), re.MULTILINE)
-    # Without the first pair: the first steps wait for what is made once.
-    stood = {name: pairs[1:] or pairs for name, pairs in series.items() if name.startswith("zero/wait_s/")}
-    held = {name: pairs[-1][1] for name, pairs in series.items() if name.startswith("zero/bytes/")}
     return {
         "rank": engine.comm.rank,
         "host": socket.gethostname(),
         "device": f"{engine.comm.device}, {accelerator.name or (cpu[1] if cpu else 'unknown model')}",
-        "bytes": {name.removeprefix("zero/bytes/"): int(nbytes) for name, nbytes in held.items() if nbytes},
         "peak_device": accelerator.peak_nbytes() if accelerator.has_streams else None,
         "peak_process": 1024 * int(peak[1]) if peak else None,
-        "wait_s_per_step": {name.split("/")[2]: fmean(value for _, value in pairs) for name, pairs in stood.items()},
+        **held_and_waits(series),
     }

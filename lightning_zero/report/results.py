@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_zero.report.figure import can_draw, draw_run
 from lightning_zero.report.page import SPEEDS, page_html
-from lightning_zero.report.record import Series
+from lightning_zero.report.series import Series
 
 RESULTS, PICTURE, PAGE = "results.json", "results.png", "report.html"
 PROCESS = "whole process"
@@ -61,7 +61,7 @@ def commit() -> str | None:
 
 def write(folder: Path, results: dict[str, Any], series: Series, timeline: str | None) -> None:
     """Write ``results.json``, and after a fit a picture and a page. ``timeline``: folder of a timeline, for a link."""
-    _write(folder / RESULTS, json.dumps(results, indent=2) + "\n")
+    write_whole(folder / RESULTS, json.dumps(results, indent=2) + "\n")
     if results["task"] != "fit":
         return
     svg, lacks = "", ""
@@ -70,11 +70,11 @@ def write(folder: Path, results: dict[str, Any], series: Series, timeline: str |
     else:
         lacks = f" (without curves, and no {PICTURE}: matplotlib is not installed; pip install 'lightning-zero[plot]')"
     link = None if timeline is None else os.path.relpath(Path(timeline).expanduser() / "timeline.html", folder)
-    _write(folder / PAGE, page_html(folder.resolve().name, results, svg, link))
+    write_whole(folder / PAGE, page_html(folder.resolve().name, results, svg, link))
     print(f"report: {os.path.relpath(folder / PAGE)}{lacks}", flush=True)
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file whole, or not at all."""
     aside = path.with_name(f".{path.name}")
     aside.write_text(text, encoding="utf-8")

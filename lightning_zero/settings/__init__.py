@@ -35,6 +35,7 @@ from lightning_zero.settings.names import Stage as Stage
 from lightning_zero.settings.names import StateDtype as StateDtype
 from lightning_zero.settings.names import TensorStyle as TensorStyle
 from lightning_zero.settings.names import Uneven as Uneven
+from lightning_zero.settings.names import check_installed as check_installed
 from lightning_zero.settings.names import choose as choose
 from lightning_zero.settings.names import nearest as nearest
 from lightning_zero.settings.python import Signature as Signature

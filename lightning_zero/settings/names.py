@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any
@@ -157,6 +158,16 @@ def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | N
     if not found and not exact:
         found = difflib.get_close_matches(given.lower(), by_case, n=1)
     return by_case[found[0]] if found else None
+
+
+def check_installed(key: str, packages: Iterable[str]) -> None:
+    """Raise ConfigError if one of ``packages`` is not installed. Nothing is imported."""
+    found = {name: importlib.util.find_spec(name) for name in packages}
+    missing = [name for name, spec in found.items() if spec is None or spec.origin is None]  # or a folder of that name
+    if missing:
+        raise ConfigError(
+            f"{key}: expected {' and '.join(missing)} to be installed. Run pip install {' '.join(missing)}."
+        )
 
 
 def choose(group: str, name: Any) -> Any:

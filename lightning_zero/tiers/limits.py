@@ -25,6 +25,10 @@ def available_host_memory(root: Path = Path("/")) -> int:
     return max(0, min(bounds))
 
 
+def free_swap() -> int:
+    return _fields(Path("/proc/meminfo")).get("SwapFree:", 0) * 1024
+
+
 def available_cpus(root: Path = Path("/")) -> int:
     """Return the cores that this process may use, by affinity and cgroup quotas (v2). Tests pass a ``root``."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

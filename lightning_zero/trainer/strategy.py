@@ -52,6 +52,7 @@ from lightning_zero.trainer.interruptions import Interruptions, Left, repair_cou
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.memory import auto_row
+from lightning_zero.trainer.memory.host_room import check_host_room
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Ended
 from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
@@ -393,6 +394,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
                 engine = None
         if engine is None:
             sources = self._checkpoints.first_values(model)
+            check_host_room(self, model, wanted)
             engine = shard(
                 model,
                 config=wanted,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from lightning_zero.optimizers.refused import check_optimizer
 from lightning_zero.settings import ConfigError, OptimizerConfig
 from lightning_zero.trainer.saves.checkpoint_fits import OtherModelError
 from tests.app.test_schema import choices, config_of
+from tests.harness import run_command
 
 PACKAGES = {"tensorboard": "tensorboard", "many": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
@@ -297,8 +299,40 @@ def test_a_path_without_a_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path: expected a folder of save_to_disk.* Set data\.path"):
         parts.build_data(config_of("data=dataset"), set())
     said = r"data\.path: expected a file, a folder or a glob of text"
-    with pytest.raises(ConfigError, match=said if installed("datasets") else r"pip install 'lightning-zero\[data\]'"):
+    with pytest.raises(ConfigError, match=said if installed("datasets") else "Run pip install datasets"):
         dataset_text(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(("missing", "overrides"), [
+    ("transformers and datasets", ["model=hf", "model.path=/folder"]),
+    ("transformers", ["model=llama"]),
+    ("datasets", ["data=dataset", "data.path=/folder"]),
+    ("transformers", ["data=dataset", "data.tokenizer=/folder"]),
+])  # fmt: skip
+def test_packages_are_missed_before_anything_is_built(
+    missing: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, names = importlib.util.find_spec, missing.split(" and ")
+    there = importlib.machinery.ModuleSpec("there", None, origin="there")
+    of_folder = importlib.machinery.ModuleSpec("datasets", None)  # the user's own folder of that name
+    known = {name: of_folder if name in names else there for name in ("transformers", "datasets")}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: known.get(name) or find(name, *a))
+    config = config_of("run_dir=run", *overrides)
+    with pytest.raises(ConfigError, match=f"{missing} to be installed. Run pip install {' '.join(names)}\\.$"):
+        parts.check_packages(config, "model", "data")
+    parts.check_packages(config_of("run_dir=run"), "model", "data")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_missing_package_is_said_before_torch_is_imported(command: str, tmp_path: Path) -> None:
+    code = "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); "
+    code += f"sys.modules['transformers'] = None; runpy.run_module('lightning_zero.{command}', run_name='__main__')"
+    done = run_command(
+        "python", "-c", code, "model=hf", "model.path=/folder", f"hydra.run.dir={tmp_path / 'run'}", code=2
+    )
+    assert done.stdout == "False\n" and "transformers" in done.stderr and "pip install transformers" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 # -- tasks and sweeps ---------------------------------------------------------------------------------------------

@@ -360,7 +360,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused(command: Any, monkeypatch: py
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
     code, _, err = command("picture=plan.png")
-    assert code == 2 and "picture: expected matplotlib, which is not installed" in err and "lightning-zero[plot]" in err
+    assert code == 2 and "picture: expected matplotlib to be installed. Run pip install matplotlib." in err
 
 
 # -- a module of one's own --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 from lightning_zero.app import train
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.report import results
+from lightning_zero.report.compare import main
 from lightning_zero.report.figure import _by_unit
 from lightning_zero.report.record import Curves, of_rank
 from tests.harness import run_command
@@ -54,6 +55,7 @@ def logged(folder: Path, lines: list[dict[str, float]]) -> Curves:
 
 def written(folder: Path, **more: Any) -> dict[str, Any]:
     """Write the report of a run with two steps, and return its numbers."""
+    folder.mkdir(exist_ok=True)
     series = logged(folder, LOGGED).series
     ranks = [of_rank(cast(Any, ENGINE), series)]
     results.write(folder, RUN | results.measured(series, (), ranks) | more, series, None)
@@ -111,6 +113,95 @@ def test_what_is_not_known_is_not_said_to_be_nothing(tmp_path: Path) -> None:
     svg = (tmp_path / "report.html").read_text().partition("<svg")[2]
     assert "train_loss" in svg and "nothing was logged" not in svg and " 0 ms" not in svg
     assert svg.count("not measured (callbacks.monitor does)") == 3  # speed, memory, waits
+
+
+# -- two runs, and many -----------------------------------------------------------------------------------------------
+
+
+def csv_of_ddp(folder: Path) -> Path:
+    """What a CSVLogger leaves of a run with DDP and ThroughputMonitor: 0.5 s a step, then a step that differs most."""
+    (folder / "version_0").mkdir(parents=True)
+    lines = ["epoch,step,train_loss,train/time,train/device/samples_per_sec,train/samples_per_sec,train/acc"]
+    lines += ["0,0,5.5,1.0,8,16,", "0,1,4.25,1.5,8,16,0.5", "0,2,,2.0,8,16,"]
+    (folder / "version_0" / "metrics.csv").write_text("\n".join(lines))
+    return folder
+
+
+def hydra_file(folder: Path, text: str) -> None:
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text(text)
+
+
+def cells(page: Path, row: str) -> list[str]:
+    found = re.search(rf"<tr><td>{re.escape(row)}</td>(.*?)</tr>", page.read_text())
+    assert found is not None, f"{row}?"
+    return re.findall(r"<td>(.*?)</td>", found[1])
+
+
+def test_a_run_beside_one_of_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "zero").mkdir()
+    lines = [{**LOGGED[0], "zero/steps_per_s": 1.0, "zero/samples_per_s": 8.0}, *LOGGED[1:2]]
+    logged(tmp_path / "zero", [*lines, {"step": 1, "train_loss": 4.0}])
+    page, ddp = tmp_path / "beside.html", csv_of_ddp(tmp_path / "ddp")
+    assert main(["compare", str(tmp_path / "zero"), str(ddp), "--out", str(page)]) == 0
+    assert cells(page, "time of a step: in all") == ["1.00 s", "500 ms", "0.5"]
+    assert cells(page, "time of a step: waited for gather") == ["5.00 s", "not measured", ""]
+    assert cells(page, "speed: samples_per_s") == ["8", "16", "2"]  # of all ranks
+    assert cells(page, "memory of a rank: grad, device") == ["2.0 KiB", "not measured", ""]
+    assert cells(page, "train_loss") == ["4", "4.25", "0.25", "1"] and cells(page, "train/acc")[:2] == ["-", "0.5"]
+    text = page.read_text()
+    assert "train/time" not in text and text.count("zero: train_loss") == text.count("ddp: train_loss") == 1
+    shown = capsys.readouterr().out
+    assert re.search(r"^train_loss +4 +4.25 +0.25 +1$", shown, re.MULTILINE) and "are not compared" in shown
+
+
+def test_what_differs_in_two_runs(tmp_path: Path) -> None:
+    for name, size, loss in (("a", 1, 5.0), ("b", 2, math.nan)):
+        hydra_file(tmp_path / name, f"model: {{width: {size}, depth: 3, more: {{bias: true}}}}\nrun: ${{oc.env:NO}}")
+        written(tmp_path / name, versions={"torch": str(size)})
+        logged(tmp_path / name, [{"step": 2, "train_loss": 3.0}, {"step": 3, "train_loss": loss}])
+    page = tmp_path / "compare.html"
+    main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(page)])
+    differing = page.read_text().partition("What differs")[2]
+    assert re.findall(r"<tr><td>(.*?)</td>", differing) == ["model.width", "version.torch"]
+    assert cells(page, "model.width") == ["1", "2"] and cells(page, "train_loss") == ["5", "nan", "nan", "3"]
+    assert 'href="a/report.html"' in page.read_text()
+
+
+def test_folders_without_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ddp, out = str(csv_of_ddp(tmp_path / "ddp")), f"--out={tmp_path / 'page.html'}"
+    for arguments in (["compare", ddp, str(tmp_path / "none"), out], ["compare", ddp, ddp, out], ["index", "/nowhere"]):
+        assert main(arguments) == 2 and re.match(
+            r"error: report \w+: expected .* got .* Give ", capsys.readouterr().err
+        )
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_an_index_lists_all_runs_and_stumbles_over_none(tmp_path: Path) -> None:
+    hydra_file(tmp_path / "sweep" / "lr=0.1,#1", "seed: 1")
+    written(tmp_path / "sweep" / "lr=0.1,#1", configuration={"model": "GPT(width=1)"})
+    csv_of_ddp(tmp_path / "ddp")
+    for name, file, text in (("half", "results.json", '{"setup": '), ("theirs", "metrics.csv", "a;b\n1;2\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(text)
+    assert main(["index", str(tmp_path)]) == 0
+    rows = re.findall(r"<tr><td>(.*?)</td></tr>", (tmp_path / "index.html").read_text())
+    found = {re.sub(r"<.*?>", "", name): (name, *rest) for name, _, *rest in (row.split("</td><td>") for row in rows)}
+    assert 'href="sweep/lr%3D0.1%2C%231/report.html"' in found["sweep/lr=0.1,#1"][0]
+    assert found["sweep/lr=0.1,#1"][1:] == ("GPT", "zero3", "-", "3", "nan (train_loss)", "200")
+    assert found["ddp/version_0"][4:] == ("2", "4.25 (train_loss)", "-") and 'href="half"' in found["half"][0]
+    assert set(found) == {"sweep/lr=0.1,#1", "ddp/version_0", "half", "theirs"}
+
+
+@pytest.mark.full
+def test_the_commands_run(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        csv_of_ddp(tmp_path / name)
+    done = run_command(
+        "python", "-m", "lightning_zero", "report", "compare", tmp_path / "a", tmp_path / "b", folder=tmp_path
+    )
+    assert done.stdout.endswith("report: compare.html\n") and (tmp_path / "compare.html").is_file(), done.stderr
+    assert "(2 runs)" in run_command("python", "-m", "lightning_zero", "report", "index", tmp_path, code=0).stdout
 
 
 def colours(folder: Path, scheme: int) -> tuple[str, list[str]]:

@@ -25,7 +25,7 @@ from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Moment
 from lightning_zero.planning.placement import Tier
 from lightning_zero.settings import ConfigError, Precision, candidate_rows, make_config
-from lightning_zero.trainer.memory import auto_row
+from lightning_zero.trainer.memory import auto_row, host_room
 from lightning_zero.trainer.memory.activations import LiveBytes, measure, measure_sizes
 from lightning_zero.trainer.memory.fake_module import states_of
 from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
@@ -313,3 +313,32 @@ def test_rows_in_files_are_candidates_if_there_is_a_folder(monkeypatch: pytest.M
     assert set(in_node) == {"none", "optimizer_cpu", "optimizer_nvme", "auto"}
     with pytest.raises(ConfigError, match=r"zero\.compile\.arguments.*at stage 3"):
         rows(compile={"name": "blocks", "arguments": {"mode": "reduce-overhead"}})
+
+
+def at_rest(of: Any) -> int:
+    """Bytes of the parameters of all ranks."""
+    held = held_bytes(of.strategy.engine)
+    own = sum(n for (role, _), n in held.items() if role in (Role.compute_param, Role.master_param))
+    return sum(of.strategy.engine.comm.all_gather_objects(own, "bytes"))
+
+
+@pytest.mark.sample
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["zero0", "zero3", "zero3_offload"])
+def test_a_host_without_room_for_the_parameters_refuses_them(row: str, tmp_path: Path) -> None:
+    """Without GPUs all ranks' devices are their host. What fits to the byte is not refused, nor what is there."""
+
+    def of(nbytes: int, device: str) -> Any:
+        with torch.device(device):
+            module = toys.Lit()
+        room = mock.patch.object(host_room, "available_host_memory", lambda: nbytes + 1 - rank)  # the least counts
+        with room, mock.patch.object(host_room, "free_swap", lambda: 1):
+            return toys.fit(toys.strategy_of(row), tmp_path, module, max_epochs=1).trainer
+
+    rank = dist.get_rank()
+    needed = at_rest(of(1 << 30, "meta"))
+    said = rf"the parameters of 2 rank\(s\) on host .*, {needed:,} bytes at rest, got {needed - 1:,} bytes"
+    with pytest.raises(ConfigError, match=said):
+        of(needed - 2, "meta")
+    of(needed - 1, "meta")
+    of(0, "cpu")
