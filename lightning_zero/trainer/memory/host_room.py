@@ -44,9 +44,9 @@ def check_host_room(strategy: ZeroStrategy, module: nn.Module, config: ZeroConfi
         if want > free:
             raise ConfigError(
                 f"zero.offload: expected room for the parameters of {len(ranks)} rank(s) on host {ranks[0][0]}, "
-                f"{want:,} bytes at rest, got {free:,} bytes that are available (in its cgroup, or on the machine), "
+                f"{want:,} bytes, got {free:,} bytes that are available (in its cgroup, or on the machine), "
                 "because without GPUs a device's memory is the host's. Use GPUs or more hosts, zero/offload=nvme, "
-                "zero/precision=bf16_true, or a smaller model (python -m lightning_zero.plan shows all rows); where "
+                "zero/precision=bf16_true, or a smaller model (python -m lightning_zero.plan shows all combinations); where "
                 "memory grows as it is used, zero/offload=cpu with zero.offload.host_budget, which is believed."
             )
 
