@@ -181,7 +181,7 @@ def train_step(
     with engine.step_scope():
         for micro_batch in range(step.micro_batches):
             last = micro_batch == step.micro_batches - 1
-            with contextlib.nullcontext() if last else engine.passes.no_sync():
+            with contextlib.nullcontext() if last else engine.passes.reducer.no_sync():
                 engine.passes.backward(loss_of(model) / step.micro_batches)
         if step.clips:
             lightning_zero.clip_grad_norm_(model, 1.0)
