@@ -1,7 +1,7 @@
-"""One GPU, and a model that does not fit it: parameters, gradients and optimizer state rest in host memory.
+"""Train a model that does not fit on one GPU: parameters, gradients and optimizer state are kept in host memory.
 
-The model is built on the meta device, so that it never is anywhere as a whole. A block is on the GPU while it computes;
-with activation checkpointing only its inputs stay. With ``--nvme FOLDER`` parameters and optimizer state rest in files.
+The model is built on the meta device, so no memory ever holds all of it. A block is on the GPU while it computes; with
+activation checkpointing only its inputs are kept. ``--nvme FOLDER`` keeps parameters and optimizer state in files.
 
 python examples/one_gpu.py [--nvme FOLDER] [--width 512] [--depth 8]
 """
@@ -27,7 +27,7 @@ class LargeModel(LightningModule):
 
     def configure_model(self) -> None:
         if self.gpt is None:
-            with torch.device("meta"):  # no memory: each block gets its values where it rests
+            with torch.device("meta"):  # no memory: each block is initialized where it is kept
                 self.gpt = GPT(vocab_size=12, n_layer=self.depth, n_head=8, d_model=self.width, block_size=16)
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:

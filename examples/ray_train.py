@@ -1,5 +1,5 @@
-"""Ray Train: the workers of a Ray cluster are the ranks. If a worker dies, Ray starts all again, and training goes on
-from the last epoch's checkpoint.
+"""Ray Train: the workers of a Ray cluster are the ranks. If a worker dies, Ray starts all of them again, and training
+resumes from the checkpoint of the last epoch.
 
 python examples/ray_train.py [STRATEGY]
 """

@@ -1,7 +1,7 @@
-"""A small project of the usual kind: its own groups, objects made by Hydra, nothing of lightning_zero in the code.
+"""A small Hydra project with its own groups; Hydra creates the objects. Nothing of lightning_zero is in the code.
 
 python train.py                                    # Lightning's own strategy
-python train.py +zero/into=trainer zero/stage=zero2  # the same training under ZeRO; docs/hydra_project.md goes on
+python train.py +zero/into=trainer zero/stage=zero2  # the same training under ZeRO; docs/hydra_project.md continues
 """
 
 import hydra

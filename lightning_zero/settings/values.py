@@ -28,7 +28,7 @@ else:
 
 
 def check_types(key: str, settings: Any) -> None:
-    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: the group's, as ``zero.unit``."""
+    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: its group, as ``zero.unit``."""
     group = key.partition(".")[2]
     own: Any = type(settings)
     for name, kind in kinds_of(own).items():

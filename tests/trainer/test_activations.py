@@ -142,9 +142,8 @@ def test_other_batch_sizes_follow_from_two(name: str) -> None:
 
 LENGTH = 96
 # No plan knows whether the reduction before has landed when the next unit's gradients begin to come (a buffer of one
-# unit, more or less), nor the scratch memory of oneDNN's products in bf16: 0.2 to 0.9 MB, which hardly grows with the
-# product. Beside the activations of more samples that is small.
-SAMPLES = {"32-true": 8, "bf16-true": 8, "bf16-mixed": 32}
+# unit, more or less). Beside the activations of more samples that is small.
+SAMPLES = 8
 
 
 def gpt() -> LitGPT:
@@ -174,12 +173,13 @@ def test_planned_peak_and_bytes_are_those_of_a_run(
 ) -> None:
     settings: dict[str, Any] = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
     config = make_config(stage=stage, offload=settings, activation_checkpointing=recompute)
-    found = measure(gpt(), torch.zeros(SAMPLES[precision], LENGTH + 1, dtype=torch.int64), config, Precision(precision))
+    found = measure(gpt(), torch.zeros(SAMPLES, LENGTH + 1, dtype=torch.int64), config, Precision(precision))
     strategy, peak = ZeroStrategy(config=config), StepPeak()
     run: dict[str, Any] = {"precision": precision, "max_steps": 5, "accumulate_grad_batches": micro_batches}
     run |= {"callbacks": [peak] if dist.get_rank() == 0 else [], "max_epochs": None}
     tokens = torch.randint(0, 64, (512, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    trainer(strategy, tmp_path, **run).fit(gpt(), torch.utils.data.DataLoader(tokens, SAMPLES[precision]))
+    with torch.backends.mkldnn.flags(enabled=False):  # in bf16 its products take memory, how much depends on the CPU
+        trainer(strategy, tmp_path, **run).fit(gpt(), torch.utils.data.DataLoader(tokens, SAMPLES))
     engine = strategy.engine
     states = state_tensors(engine)
     assert states == 2
@@ -337,7 +337,7 @@ def test_a_host_without_room_for_the_parameters_refuses_them(row: str, tmp_path:
 
     rank = dist.get_rank()
     needed = at_rest(of(1 << 30, "meta"))
-    said = rf"the parameters of 2 rank\(s\) on host .*, {needed:,} bytes at rest, got {needed - 1:,} bytes"
+    said = rf"the parameters of 2 rank\(s\) on host .*, {needed:,} bytes, got {needed - 1:,} bytes"
     with pytest.raises(ConfigError, match=said):
         of(needed - 2, "meta")
     of(needed - 1, "meta")
