@@ -34,8 +34,8 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 42_560,
-    "lines of the engine": 11_275,
+    "lines of the package": 42_555,
+    "lines of the engine": 11_270,
     "files of the engine": 41,
     "lines of the longest file": 685,
     "lines of tests": 43_745,
