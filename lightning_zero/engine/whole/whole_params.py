@@ -226,9 +226,7 @@ def _make(engine: Core, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
         if comm.rank == leader:
             try:
                 fd = os.memfd_create("lightning_zero", os.MFD_CLOEXEC)
-                os.posix_fallocate(
-                    fd, 0, nbytes_of(engine.buckets)
-                )  # if there is no room, fail now: a write would get SIGBUS
+                os.posix_fallocate(fd, 0, nbytes)  # if there is no room, fail now: a write would get SIGBUS
             except (OSError, AttributeError) as error:
                 failed = f"rank {comm.rank} could not have {nbytes:,} bytes of shared memory ({error})"
         places = comm.gather_checked((os.getpid(), fd, failed), "where the whole module is")
