@@ -56,7 +56,7 @@ def _leaves(node: Any, path: str) -> dict[str, Any]:
 
 
 def drop_values_of_ours(cfg: DictConfig) -> None:
-    """Remove from each of ``PARTS`` whose ``_target_`` is not from this package all that the user has not set. In place.
+    """Remove from each of ``PARTS`` whose ``_target_`` is not from this package what the user has not set. In place.
 
     A value that our files take from another group (``block_size: ${data.block_size}``) counts as the user's if the user
     has set it there.
