@@ -46,7 +46,7 @@ def check_host_room(strategy: ZeroStrategy, module: nn.Module, config: ZeroConfi
                 f"zero.offload: expected room for the parameters of {len(ranks)} rank(s) on host {ranks[0][0]}, "
                 f"{want:,} bytes, got {free:,} bytes that are available (in its cgroup, or on the machine), "
                 "because without GPUs a device's memory is the host's. Use GPUs or more hosts, zero/offload=nvme, "
-                "zero/precision=bf16_true, or a smaller model (python -m lightning_zero.plan shows all combinations); where "
+                "zero/precision=bf16_true, or a smaller model (python -m lightning_zero.plan shows all of them); where "
                 "memory grows as it is used, zero/offload=cpu with zero.offload.host_budget, which is believed."
             )
 
