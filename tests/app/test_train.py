@@ -337,6 +337,7 @@ def test_the_first_difference_is_named() -> None:
     assert compare({1: {"x": a}}, read(Path("nothing.csv"))) == (None, 0)  # from the checkpoint of the last step
 
 
+@pytest.mark.full
 def test_a_run_without_fingerprints_is_refused(tmp_path: Path) -> None:
     replay = (*COMMAND, "replay", "run", "--from", "a.ckpt", "--steps")
     assert "--steps: expected a number >= 1, got 0" in run_command(*replay, "0", folder=tmp_path, code=2).stderr

@@ -172,29 +172,33 @@ def sharded(module: nn.Module, make: Any = sgd, **settings: Any) -> Iterator[tup
 
 @on_ranks(4, full=(2,), timeout=240.0)
 @pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("parts", [2, 4])
-def test_every_stage_and_row_equals_one_process(parts: int, micro: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parts", "tied"),
+    [(2, False), (4, True), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, True), (4, False)))],
+)
+def test_every_stage_and_row_equals_one_process(parts: int, tied: bool, micro: int, tmp_path: Path) -> None:
     if dist.get_world_size() < parts:
         return
     places = [("none", 0), ("none", 1), ("none", 2), ("none", 3)]
     places += [("optimizer_cpu", 1), ("cpu", 3), ("optimizer_cpu", 3), ("nvme", 3)]
-    split_units = {"unit": {"classes": ["Linear"]}, "activation_checkpointing": "blocks"}
-    blocks = {"unit": {"classes": ["Attention", "Mlp"]}}
-    for make, tied, units in ((damped_adam, False, split_units), (sgd, True, blocks)):
-        expected, steps, found = alone(functools.partial(net, tied=tied), make, micro=micro)
-        sums = []
-        for row, stage in places:
-            module = net(tied=tied, seed=dist.get_rank())  # all take the values of rank 0
-            settings = units | offload(row, tmp_path) | {"tensor_parallel": parts, "tensor_plan": PLAN}
-            with sharded(module, make, stage=stage, **settings) as (engine, optimizer):
-                ours = trained(module, optimizer, own_rows(parts), micro=micro)
-                assert_alike(engine, ours, expected, found)
-                torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-6)
-                states = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
-                torch.testing.assert_close(states, steps.state_dict()["state"], rtol=1e-4, atol=2e-6)
-                sums.append(fingerprints.fingerprints(engine).tolist())
-                assert not fingerprints.differing_replicas(engine).any()
-        assert all(other == sums[0] for other in sums)
+    make = sgd if tied else damped_adam
+    units: dict[str, Any] = {"unit": {"classes": ["Linear"]}, "activation_checkpointing": "blocks"}
+    if tied:
+        units = {"unit": {"classes": ["Attention", "Mlp"]}}
+    expected, steps, found = alone(functools.partial(net, tied=tied), make, micro=micro)
+    sums = []
+    for row, stage in places:
+        module = net(tied=tied, seed=dist.get_rank())  # all take the values of rank 0
+        settings = units | offload(row, tmp_path) | {"tensor_parallel": parts, "tensor_plan": PLAN}
+        with sharded(module, make, stage=stage, **settings) as (engine, optimizer):
+            ours = trained(module, optimizer, own_rows(parts), micro=micro)
+            assert_alike(engine, ours, expected, found)
+            torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-6)
+            states = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
+            torch.testing.assert_close(states, steps.state_dict()["state"], rtol=1e-4, atol=2e-6)
+            sums.append(fingerprints.fingerprints(engine).tolist())
+            assert not fingerprints.differing_replicas(engine).any()
+    assert all(other == sums[0] for other in sums)
 
 
 @on_ranks(4)
