@@ -19,8 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lightning_zero.models.gpt import LitGPT
 
 KILLED_AT = 10
@@ -46,7 +44,9 @@ class Lit(LitGPT):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.again = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1" and os.environ.get("RANK") == "0"
-        self.note("started", psutil.Process().create_time())
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine has started
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        self.note("started", time.time() - age)
         self.note("imported")
 
     def note(self, what: str, at: float | None = None) -> None:

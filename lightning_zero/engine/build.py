@@ -179,7 +179,7 @@ class Core:
         self.compiled = replace_forwards(module, self.units, self.hooks, config)
         register_hooks(module, self.units, self.hooks, config)
         for unit in self.units:
-            unit.before_drop = self.passes.writes.take_over
+            unit.before_drop = partial(self.passes.writes.take_over, drops=True)
         # Last, so that nobody finds an engine whose construction raised.
         LIVE.add(self)
         module.__dict__[ENGINE] = self

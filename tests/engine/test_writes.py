@@ -307,6 +307,18 @@ def test_data_that_was_read_keeps_its_values_when_other_data_is_assigned(stage: 
 
 
 @on_ranks(2)
+def test_data_that_was_read_in_a_step_touches_no_freed_memory_after_it() -> None:
+    with Sharded(Model(), stage=3) as side:
+        loss = side.module(tokens(0)).square().mean()
+        kept = side.module.head.weight.data
+        assert kept.isfinite().all()
+        side.backward(loss)
+        assert kept.isnan().all()
+        with pytest.raises(RuntimeError, match="single memory location"):
+            kept.mul_(2)
+
+
+@on_ranks(2)
 @STAGES
 @pytest.mark.parametrize("how", ["assigned", "assigned inside gather", "of another rank", "loaded"])
 def test_a_backward_of_values_that_were_replaced_is_refused(stage: int, how: str) -> None:

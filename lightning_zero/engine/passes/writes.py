@@ -24,6 +24,7 @@ from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.build import kinds_of
 from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, give_own_memory, values_changed
+from lightning_zero.engine.units.param_store import placeholders
 from lightning_zero.mesh.split import Split
 
 CHUNK = 1 << 20  # elements per step of a checksum
@@ -107,8 +108,9 @@ class Writes:
 
     # -- taking over ----------------------------------------------------------------------------------------------
 
-    def take_over(self, bucket: Bucket) -> None:
-        """Copy writes to a bucket's parameters into the masters, before the parameters are freed or replaced."""
+    def take_over(self, bucket: Bucket, *, drops: bool = False) -> None:
+        """Copy writes to a bucket's parameters into the masters, before the parameters are freed (``drops``) or
+        replaced. Results of ``.data`` that users hold get placeholders for freed memory: writes to them raise."""
         # Whole masters are written back by whoever shows them. Placeholders show no values.
         if bucket.shown is not Shown.GATHERED:
             return
@@ -124,6 +126,15 @@ class Writes:
             self.note_rounded(bucket, info)
         if written:
             self._take(bucket, written)
+        if drops and self._read:
+            for info in bucket.params:
+                for values in self._still_held(bucket, info):
+                    values.data = placeholders([values.shape], values.dtype, values.device)[0]
+
+    def _still_held(self, bucket: Bucket, info: ParamInfo) -> list[Tensor]:
+        """Return the results of ``.data`` that users hold, and forget them."""
+        known = [reference() for reference in self._read.pop((self._number[bucket], info.slot), ())]
+        return [values for values in known if values is not None]
 
     def take_all_over(self) -> None:
         for bucket in self._buckets:
@@ -172,10 +183,8 @@ class Writes:
         rounding = 4 * torch.finfo(compute.dtype).eps if compute.is_floating_point() else 0.0
         shown = info.gathered if bucket.shown is Shown.GATHERED else None
         same = shown is not None and torch.allclose(shown, compute, rtol=rounding, atol=0.0)
-        held = [known() for known in self._read.pop((self._number[bucket], info.slot), ())]
-        for values in held if shown is not None else ():
-            if values is not None:  # under torch it would stay as it is
-                give_own_memory(values)
+        for values in self._still_held(bucket, info) if shown is not None else ():
+            give_own_memory(values)  # under torch it would stay as it is
         with opened(bucket.storage, changed=True):
             bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
             bucket.copy_master_to_params()
