@@ -34,18 +34,18 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 42_970,
-    "lines of the engine": 11_285,
+    "lines of the package": 42_990,
+    "lines of the engine": 11_305,
     "files of the engine": 41,
     "lines of the longest file": 685,
-    "lines of tests": 44_115,
+    "lines of tests": 44_130,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 46,
     "private names of Lightning": 11,
     "keys of zero": 41,
     "public members of the strategy": 12,
     "public members of Engine": 18,
-    "words of README and docs": 27_135,
+    "words of README and docs": 27_170,
     "calls of a step": 1_590,
     "files of a step": 30,
     "changes of file in a step": 840,

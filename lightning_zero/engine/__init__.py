@@ -6,6 +6,7 @@
     build        the parts of an engine, and how they are made
     units        the sharded parameters: their flat buffers, and the tiers that hold these
     passes       forward and backward: gathers, gradients, reductions
+    host_copy    the copy of a module on its host, between Trainer runs
     steps        optimizers and offloaded steps
     whole        state dicts, gather() and restage()
     torch_modes  sets torch's modes for engine work

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agreements import open_waits, together
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, share_of_machine
+from lightning_zero.engine.host_copy import HostCopy
 from lightning_zero.engine.passes.access import Access
 from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, compile_with
 from lightning_zero.engine.passes.gather_order import GatherOrder
@@ -35,7 +36,6 @@ from lightning_zero.engine.units.describe import agree_on_model, agree_on_source
 from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.engine.units.param import make_plain
 from lightning_zero.engine.units.unit import Unit, Units
-from lightning_zero.engine.whole.host_copy import HostCopy
 from lightning_zero.pretrained import sources_from
 from lightning_zero.pretrained.conversions import forget
 from lightning_zero.ranks.progress import LongWork

@@ -307,6 +307,21 @@ def test_data_that_was_read_keeps_its_values_when_other_data_is_assigned(stage: 
 
 
 @on_ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "row", "precision"), [(0, "none", "bf16"), (2, "none", "bf16"), (1, "optimizer_cpu", "fp32")]
+)
+def test_data_that_was_read_in_a_step_is_written_to_after_it(stage: int, row: str, precision: str) -> None:
+    with Sharded(Model(), stage=stage, offload=row, precision=precision) as side:
+        language_work(side, 0)
+        kept = side.module.head.weight.data
+        side.step()
+        before = side.engine.state_dict(only_rank_0=False)["head.weight"]
+        kept.mul_(0.5)
+        after = side.engine.state_dict(only_rank_0=False)["head.weight"]
+        torch.testing.assert_close(after, before * 0.5, rtol=1e-2 if precision == "bf16" else 1e-6, atol=1e-6)
+
+
+@on_ranks(2)
 def test_data_that_was_read_in_a_step_touches_no_freed_memory_after_it() -> None:
     with Sharded(Model(), stage=3) as side:
         loss = side.module(tokens(0)).square().mean()

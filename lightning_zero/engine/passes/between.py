@@ -60,9 +60,13 @@ class _Memory:
         """Return whether anybody but this object holds the memory. Parameters must be hidden."""
         return any(references(tensor) > 1 for tensor in (self.full, *self.own.values()))
 
+    def value(self, info: ParamInfo) -> Tensor:
+        """Return the memory of a parameter."""
+        own = self.own.get(info.slot)
+        return self.bucket.part_of(self.full, info) if own is None else own
+
     def values(self) -> list[Tensor]:
-        """Return the memory of each parameter."""
-        return [self.own.get(info.slot, self.bucket.part_of(self.full, info)) for info in self.bucket.params]
+        return [self.value(info) for info in self.bucket.params]
 
     def whole(self) -> Tensor:
         """Return the values of all parameters [layout.numel]."""
@@ -72,7 +76,7 @@ class _Memory:
         return full
 
     def checksum(self, info: ParamInfo) -> int:
-        return checksum(info.flattened(self.values()[info.slot]))
+        return checksum(info.flattened(self.value(info)))
 
     def all_checksums(self) -> list[int]:
         return [self.checksum(info) for info in self.bucket.params]
@@ -80,13 +84,13 @@ class _Memory:
     def assign(self, info: ParamInfo, value: Tensor) -> None:
         """Give the parameter, which shows its memory, the values of ``value``. Views that users hold stay as they are;
         one that is assigned is the parameter's memory again."""
-        first, slot = self.bucket.part_of(self.full, info), info.slot
-        if _is_same_memory(first, value):
-            self.own.pop(slot, None)
-        elif references(self.full) > 1 + len(self.bucket.params) - len(self.own):  # users hold others
-            self.own[slot] = torch.empty_strided(info.shape, info.strides, dtype=first.dtype, device=first.device)
-        self.values()[slot].copy_(value)
-        self.assigned.add(slot)
+        are_held = references(self.full) > 1 + len(self.bucket.params) - len(self.own)
+        if _is_same_memory(first := self.bucket.part_of(self.full, info), value):
+            self.own.pop(info.slot, None)
+        elif are_held:
+            self.own[info.slot] = torch.empty_strided(info.shape, info.strides, dtype=first.dtype, device=first.device)
+        self.value(info).copy_(value)
+        self.assigned.add(info.slot)
 
 
 class Between:
@@ -309,7 +313,7 @@ class Between:
         """Hide all units after an exception. What users have written goes to the masters, and is compared later. Sends
         no message."""
         written = [
-            (Place(bucket, bucket.params[slot]), memory.values()[slot])
+            (Place(bucket, bucket.params[slot]), memory.value(bucket.params[slot]))
             for bucket, memory in self.memory.items()
             if bucket.shown is Shown.MASTERS
             for slot in self._written(bucket)

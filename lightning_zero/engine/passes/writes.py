@@ -120,6 +120,8 @@ class Writes:
             assert info.gathered is not None
             if info not in written and checksum(info.flattened(info.gathered)) != known:
                 written.append(info)
+        if self._read and not (bucket.plan.reshards or bucket.plan.params_are_masters):
+            written += [info for info in self._written_late(bucket) if info not in written]
         if written or bucket in self._handed_out:
             self.forget(bucket)
         for info in written:
@@ -130,6 +132,18 @@ class Writes:
             for info in bucket.params:
                 for values in self._still_held(bucket, info):
                     values.data = placeholders([values.shape], values.dtype, values.device)[0]
+
+    def _written_late(self, bucket: Bucket) -> list[ParamInfo]:
+        """Return the parameters that users have written to between steps through results of ``.data`` of a step: their
+        values are not those that the masters give."""
+        known = {info: self._read.get((self._number[bucket], info.slot), ()) for info in bucket.params}
+        held = [info for info, read in known.items() if any(reference() is not None for reference in read)]
+        if not held:
+            return []
+        low, high = bucket.owned_range
+        own, there = bucket.own_compute_params(), bucket.full.data[low:high]
+        sums = [[self.own_checksum(bucket, info.slot, values) for info in held] for values in (own, there)]
+        return [info for info, before, now in zip(held, *sums, strict=True) if before != now]
 
     def _still_held(self, bucket: Bucket, info: ParamInfo) -> list[Tensor]:
         """Return the results of ``.data`` that users hold, and forget them."""

@@ -3,7 +3,6 @@
 ::
 
     whole_params     shows whole parameters inside of gather() and between Trainer runs
-    host_copy        the copy of a module on its host, between Trainer runs
     values           which rank saves which elements
     state_dicts      state dicts of the module and optimizers, saved from shards and loaded into them
     restage          changes the stage or the offload setting

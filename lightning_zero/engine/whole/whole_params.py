@@ -21,13 +21,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lightning_zero.engine.build import Core
+from lightning_zero.engine.host_copy import HostCopy, nbytes_of
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, values_changed
-from lightning_zero.engine.whole.host_copy import HostCopy, nbytes_of
 from lightning_zero.optimizers.state_trees import same_bits
 from lightning_zero.planning.memory import on_the_way_nbytes, reason_not_to_fit
 from lightning_zero.ranks.peers import machine
