@@ -3,6 +3,7 @@
 ::
 
     strategy        the methods of a Lightning strategy, in the order of a run
+    run             its base class: what other parts ask of the strategy; steps: the steps of a run
     saves/          checkpoints          memory/    how much memory a run needs; stage=auto
     callbacks/      ZeroMonitor, and Lightning's callbacks on shards
     processes       start, connect and end processes; launchers: start them by script or fork

@@ -135,10 +135,11 @@ def divide_by_tokens(module: pl.LightningModule, *optimizers: Optimizer) -> None
     """
     strategy: Any = module.trainer.strategy
     tokens = step_tokens(strategy)
-    if tokens is not None and strategy._sequences.trying is None:
+    if tokens is not None and strategy._steps.sequences.trying is None:
         tokens.divide([getattr(o, "optimizer", o) for o in optimizers] or strategy.optimizers)
 
 
 def step_tokens(strategy: Any) -> StepTokens | None:
     """Return what counts the tokens of a strategy's steps; None without ``zero.loss=tokens``."""
-    return getattr(getattr(strategy, "_sequences", None), "tokens", None)
+    steps = getattr(strategy, "_steps", None)
+    return None if steps is None else steps.sequences.tokens

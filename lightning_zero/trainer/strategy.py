@@ -31,10 +31,8 @@ from lightning_zero.lightning_api import (
 )
 from lightning_zero.mesh.plans import mesh_for, split_module
 from lightning_zero.planning.memory import copy_nbytes
-from lightning_zero.ranks.progress import LongWork
 from lightning_zero.settings import (
     ConfigError,
-    LossMean,
     Signature,
     ZeroConfig,
     for_layout,
@@ -47,27 +45,24 @@ from lightning_zero.settings import (
 from lightning_zero.sharding import shard
 from lightning_zero.trainer import interruptions, loops, uneven
 from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
-from lightning_zero.trainer.fingerprints import Fingerprints
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
 from lightning_zero.trainer.launchers import TRAINERS
-from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.memory.host_room import check_host_room
-from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Ended
-from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
+from lightning_zero.trainer.run import Run
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
 from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
 from lightning_zero.trainer.settings import settings_of, strategies, with_precision
-from lightning_zero.trainer.step_tokens import StepTokens
+from lightning_zero.trainer.steps import Steps
 from lightning_zero.trainer.summary import held_rows, print_held, print_units
 
 # Prefixes of hooks between steps. There restage() may end a pass that is still open (training_step returned None).
 _BETWEEN_STEPS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_sanity_check_")
 
 
-class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
+class ZeroStrategy(Run):
     """Trains a LightningModule with ZeRO stages 0-3. Raises ConfigError if a setting cannot work.
 
     Args:
@@ -126,26 +121,13 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self.save_every_s: float | None = None
         self._auto = auto_row.Auto(None if is_decided(self.config) else self.config)
         self._checkpoints = Checkpoints(self)
-        self._random_numbers: RandomNumbers | None = None
         self._interruptions: Interruptions | None = None
-        self._sequences = LongSequences()
-        self._fingerprints: Fingerprints | None = None
-        self._evaluation_starts = False
+        self._steps = Steps(self)
         self._trained = False
         self._left = False  # whether a signal ended the run
         self._has_values = False  # whether an earlier run left values in the module
 
     # -- what users call --------------------------------------------------------------------------------------------
-
-    @property
-    def engine(self) -> Engine:
-        """Return the engine of the connected LightningModule; raise RuntimeError if the module is not sharded yet."""
-        if (engine := self._engine_that_waits) is None:
-            raise RuntimeError(
-                "the LightningModule is not sharded yet: that happens after the setup() and configure_model() hooks. "
-                "Use this from on_fit_start on."
-            )
-        return engine
 
     @contextlib.contextmanager
     def step_scope(self, key: str = "step_scope") -> Generator[None, None, None]:
@@ -224,35 +206,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
             if self._shows_tables:
                 print_units(engine)
 
-    # -- what the Trainer asks and tells ----------------------------------------------------------------------------
-
-    @property
-    def is_distributed(self) -> bool:
-        """Return whether there are several ranks. Without this Lightning would give every rank the same data."""
-        return self._n_ranks > 1
-
-    @property
-    def precision_plugin(self) -> ZeroPrecision:
-        return self._precision_plugin if self._precision_plugin is not None else ZeroPrecision()  # type: ignore
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
-        """Use a ZeroPrecision instead of ``plugin``. Raise ConfigError if ``zero.precision.name`` asks for another."""
-        asked = self._asked_precision
-        self._precision_plugin = None if plugin is None else ZeroPrecision.from_plugin(plugin, asked).attach(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self._precision_plugin is not None:
-            self.precision_plugin.attach(self)
-
     # -- the start --------------------------------------------------------------------------------------------------
-
-    @property
-    def _speaks_for_all(self) -> bool:
-        """Return whether this process starts all ranks, on this host, so that an error in it ends the whole run."""
-        environment = self.cluster_environment
-        return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
 
     @property
     def _lightning_module(self) -> pl.LightningModule | None:
@@ -291,34 +245,6 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
                 loops.compare_callbacks(self.lightning_module._trainer)
             self.lightning_module._device_mesh = mesh_for(self.config, self.root_device)
 
-    def _settings_of_front(self) -> dict[str, Any]:
-        row, loss = self.precision_plugin.row, self.config.loss
-        settings: dict[str, Any] = {"zero.precision.name": row.name, "zero.loss": loss.name}
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        if trainer is not None:
-            names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
-            settings |= {f"trainer.{name}": getattr(trainer, name) for name in names}
-        return settings
-
-    @property
-    def _engine_that_waits(self) -> Engine | None:
-        return engine_of(self.lightning_module) if self.lightning_module is not None else None
-
-    @property
-    def _shows_tables(self) -> bool:
-        """Return whether this process prints tables: rank 0 of a Trainer that has a ModelSummary callback."""
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        callbacks = getattr(trainer, "callbacks", [])
-        return self.is_global_zero and any(isinstance(c, pl.callbacks.ModelSummary) for c in callbacks)
-
-    @property
-    def _long_work(self) -> LongWork:
-        """Return the progress display for long work, shown on rank 0 if the Trainer shows a progress bar."""
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        bar = trainer.progress_bar_callback if trainer is not None else None
-        is_wanted = trainer is None or (bar is not None and not getattr(bar, "is_disabled", False))
-        return LongWork(self.is_global_zero and is_wanted)
-
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Create the body's tensors on the host, or with ``empty_init`` on meta, as the device may be too small."""
@@ -344,14 +270,12 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
                     param.data = values
         if self.lightning_module is not None:
             split_module(self.lightning_module, self.config, self.root_device)  # first, as its parts are planned
-            auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
+            self._auto.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = was_sharded  # from an earlier run, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
-        tokens = StepTokens(self.engine) if self.config.loss is LossMean.tokens else None
-        self.engine.passes.sharded_grads.undivided = False  # an earlier run may have been cut off in a step
-        self._sequences = LongSequences(self.model, self.engine, self.config, tokens)
+        self._steps.begin_run()
         if fitting:
             saved, self._checkpoints.saved_rng = self._checkpoints.saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
@@ -447,71 +371,42 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self.engine.comm.streams.accelerator.reset_peak()  # forget the peak of building the model
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
-        self._sequences.seed_alike()
         assert self.lightning_module is not None
         if self.engine.compiled.are_there:
             rank_zero_info("compiling: the first steps of training and of validation may take minutes")
-        trainer = self.lightning_module.trainer
-        repair_counts(trainer)
-        if self.config.fingerprint is not None:
-            self._fingerprints = Fingerprints(trainer, self.engine, self.config.fingerprint)
+        repair_counts(self.lightning_module.trainer)
+        self._steps.begin_training()
 
     def on_train_end(self) -> None:
         self._trained = True
-        if self._fingerprints is not None:
-            self._fingerprints.write()
+        self._steps.end_training()
         if self._interruptions is not None:
             self._interruptions.at_boundary(last=True)
 
-    @property
-    def _sends_buffers(self) -> bool:
-        """Return whether all ranks compute with rank 0's buffers: as under DDP, not in manual optimization."""
-        return self.lightning_module is None or self.lightning_module.automatic_optimization
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._sends_buffers:
-            self.engine.passes.buffers.sync()
-        self._sequences.check("training_step", super().training_step, args, kwargs)
-        with self.engine.step_scope("training_step"):
-            return self._sequences.training_step(super().training_step, *args, **kwargs)
+        return self._steps.train(super().training_step, args, kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        module = self.lightning_module
-        if module is not None and not module.automatic_optimization:
-            closure_loss = self._sequences.manual_loss(closure_loss)
-        if (check := self._sequences.trying) is not None:
-            check.backward(closure_loss, *args, **kwargs)
-            return closure_loss
-        if self._sequences.tokens is not None:
-            closure_loss = self._sequences.tokens.weigh(closure_loss)
-        with self._sequences.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        return self._steps.backward(super().backward, closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._sequences.trying is not None:
-            return closure()
-        if self._sequences.tokens is not None:
-            closure = self._sequences.tokens.around(closure, optimizer, self.lightning_module)
-        step = super().optimizer_step
-        if self._fingerprints is None:
-            return step(optimizer, closure, *args, **kwargs)
-        return self._fingerprints.step(closure, lambda closure: step(optimizer, closure, *args, **kwargs))
+        return self._steps.optimizer_step(super().optimizer_step, optimizer, closure, *args, **kwargs)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        self._sequences.check_alike(batch)
+        self._steps.sequences.check_alike(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", super().validation_step, args, kwargs)
+        return self._steps.evaluate("validation_step", super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", super().test_step, args, kwargs)
+        return self._steps.evaluate("test_step", super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", super().predict_step, args, kwargs)
+        return self._steps.evaluate("predict_step", super().predict_step, args, kwargs)
 
     def on_validation_start(self) -> None:
-        self._evaluation_starts = True
+        self._steps.begin_evaluation()
         uneven.serve_others(self)
 
     on_test_start = on_predict_start = on_validation_start
@@ -520,25 +415,6 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         assert self.lightning_module is not None
         if self._interruptions is not None and self._interruptions.training:
             step_plateau_schedulers(self.lightning_module.trainer)
-
-    def _evaluate(self, key: str, step: Any, args: Any, kwargs: Any) -> Any:
-        starts = self._sync_buffers_once()
-        self._sequences.check(key, step, args, kwargs, together=starts)
-        with self.engine.step_scope(key, evaluation=True):
-            return self._sequences.evaluation_step(step, *args, **kwargs)
-
-    def _sync_buffers_once(self) -> bool:
-        """Send buffers before the first step of an evaluation, which changes none. Return whether it is the first."""
-        starts, self._evaluation_starts = self._evaluation_starts, False
-        if starts and self._sends_buffers:
-            self.engine.passes.buffers.sync(evaluates=True)
-        return starts
-
-    def _evaluate_nothing(self, key: str) -> None:
-        """Take part in the evaluation step ``key`` of other ranks: this rank has no batch. Collective."""
-        self._sync_buffers_once()
-        with self.engine.step_scope(key, evaluation=True):
-            pass
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -562,9 +438,6 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._checkpoints.save(checkpoint, filepath, storage_options)
-
-    def _write_file(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         self._checkpoints.remove(filepath)
@@ -593,7 +466,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self._interruptions = None
         if self._random_numbers is not None:
             self._random_numbers.stop()
-        self._sequences, self._fingerprints = LongSequences(), None
+        self._steps = Steps(self)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

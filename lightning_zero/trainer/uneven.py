@@ -136,7 +136,7 @@ class Joins(EndsTogether):
         return super().states_to_save(ended=ended) if self.has_next or ended else []
 
     def _weigh(self, weight: float) -> None:
-        if (tokens := self.strategy._sequences.tokens) is not None:
+        if (tokens := self.strategy._steps.sequences.tokens) is not None:
             tokens.counts = weight > 0
         else:
             self.strategy.precision_plugin.batch_weight = weight
@@ -233,7 +233,7 @@ class ServesOthers(PrefetchDataFetcher):
         own = LAST if item is None else item[2]
         # Lightning reduces the metrics of a loader when the next begins, so all must be done with it.
         while self._first(own) != own:
-            self.strategy._evaluate_nothing(self.key)
+            self.strategy._steps.evaluate_nothing(self.key)
         if item is None:
             self.strategy.engine.passes.order.apart = False
             raise StopIteration

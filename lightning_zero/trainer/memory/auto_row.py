@@ -15,7 +15,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -44,9 +44,7 @@ from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.trainer.memory.activations import NotMeasured, measure_sizes
 from lightning_zero.trainer.memory.fake_module import states_of
 from lightning_zero.trainer.precision import ZeroPrecision
-
-if TYPE_CHECKING:
-    from lightning_zero.trainer.strategy import ZeroStrategy
+from lightning_zero.trainer.run import Run
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,46 @@ class Auto:
     asked: ZeroConfig | None
     decision: Decision | None = None
 
+    def decide(self, strategy: Run, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
+        """If ``stage=auto``, set stage and offload of ``strategy``. All ranks raise ConfigError if none fits.
+        Collective."""
+        asked, before = self.asked, self.decision
+        if asked is None or (before is not None and (before.fitting or not fitting)):
+            return
+        if before is not None and engine_of(module) is not None:  # keep the choice while the module is sharded
+            return
+        places = strategy._gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
+
+        def act() -> Decision | None:
+            if not strategy.is_global_zero:
+                return None
+            try:
+                there = machine_of(places, strategy)
+                model, assumed = model_of(strategy, trainer, module, asked, fitting=fitting)
+                if model.activations is not None:
+                    strategy.run_plan.activations = model.activations.measured[0]
+                candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
+                if not candidates:
+                    raise ConfigError(
+                        "zero/stage=auto: expected a stage that allows zero/offload="
+                        f"{asked.offload.name.name} and a folder for files where it needs one, got none. Choose "
+                        "zero/offload=auto, or set zero.offload.nvme_path."
+                    )
+                choice = choose_row(model, there, candidates, CPU_RATES if there.shared else GPU_RATES)
+                reason = choice.reason + "".join(f" ({text})" for text in assumed)
+                return Decision(choice.row.stage.value, choice.row.offload.value, reason, choice.samples, fitting)
+            except ConfigError:
+                raise
+            except Exception as error:
+                text = f"zero/stage=auto: rank 0 could not decide: {type(error).__name__}: {error}"
+                raise RuntimeError(text) from error
+
+        what = "the decision on zero/stage=auto"
+        found: Decision = strategy._gather_objects(strategy._together(what, act), what)[0]
+        self.decision = found
+        strategy.config = with_rows(asked, found.stage, found.offload, settings=_settings(asked))
+        rank_zero_info(str(found))
+
 
 class _Place(NamedTuple):
     """One rank's host, and its free bytes of GPU memory, host memory and disk."""
@@ -92,46 +130,6 @@ class _Place(NamedTuple):
     disk: int
 
 
-def decide(strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-    """If ``stage=auto``, set the strategy's stage and offload. All ranks raise ConfigError if none fits. Collective."""
-    asked, before = strategy._auto.asked, strategy._auto.decision
-    if asked is None or (before is not None and (before.fitting or not fitting)):
-        return
-    if before is not None and engine_of(module) is not None:  # keep the choice while the module is sharded
-        return
-    places = strategy._gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
-
-    def act() -> Decision | None:
-        if not strategy.is_global_zero:
-            return None
-        try:
-            there = machine_of(places, strategy)
-            model, assumed = model_of(strategy, trainer, module, asked, fitting=fitting)
-            if model.activations is not None:
-                strategy.run_plan.activations = model.activations.measured[0]
-            candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
-            if not candidates:
-                raise ConfigError(
-                    "zero/stage=auto: expected a stage that allows zero/offload="
-                    f"{asked.offload.name.name} and a folder for files where it needs one, got none. Choose "
-                    "zero/offload=auto, or set zero.offload.nvme_path."
-                )
-            choice = choose_row(model, there, candidates, CPU_RATES if there.shared else GPU_RATES)
-            reason = choice.reason + "".join(f" ({text})" for text in assumed)
-            return Decision(choice.row.stage.value, choice.row.offload.value, reason, choice.samples, fitting)
-        except ConfigError:
-            raise
-        except Exception as error:
-            text = f"zero/stage=auto: rank 0 could not decide: {type(error).__name__}: {error}"
-            raise RuntimeError(text) from error
-
-    what = "the decision on zero/stage=auto"
-    found: Decision = strategy._gather_objects(strategy._together(what, act), what)[0]
-    strategy._auto.decision = found
-    strategy.config = with_rows(asked, found.stage, found.offload, settings=_settings(asked))
-    rank_zero_info(str(found))
-
-
 def _settings(asked: ZeroConfig) -> OffloadConfig:
     """Return the offload settings. Under ``auto``, LIGHTNING_ZERO_NVME_PATH is the folder for files if none is set."""
     path = asked.offload.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
@@ -140,14 +138,14 @@ def _settings(asked: ZeroConfig) -> OffloadConfig:
     return replace(asked.offload, nvme_path=path)
 
 
-def _place(strategy: ZeroStrategy, asked: ZeroConfig) -> _Place:
+def _place(strategy: Run, asked: ZeroConfig) -> _Place:
     path = _settings(asked).nvme_path
     folder = os.path.expandvars(os.path.expanduser(path)) if path else ""
     disk = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     return _Place(machine(), accelerator_of(strategy.root_device).free_nbytes(), available_host_memory(), disk)
 
 
-def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
+def machine_of(places: list[_Place], strategy: Run) -> Machine:
     """Return the planner's machine. ``places``: each rank's host and free bytes, of which the smallest count."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
@@ -163,7 +161,7 @@ def machine_of(places: list[_Place], strategy: ZeroStrategy) -> Machine:
 
 
 def model_of(
-    strategy: ZeroStrategy, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig, *, fitting: bool
+    strategy: Run, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig, *, fitting: bool
 ) -> tuple[Model, list[str]]:
     """Return the planner's description of ``module``, and a list of assumptions made where facts are unknown."""
     layout, precision = for_layout(config), strategy.precision_plugin.row

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -18,12 +17,10 @@ from lightning_zero.ranks.peers import machine
 from lightning_zero.settings import ConfigError, Offload, ZeroConfig
 from lightning_zero.tiers.limits import available_host_memory, free_swap
 from lightning_zero.trainer.memory.auto_row import planned_model
-
-if TYPE_CHECKING:
-    from lightning_zero.trainer.strategy import ZeroStrategy
+from lightning_zero.trainer.run import Run
 
 
-def check_host_room(strategy: ZeroStrategy, module: nn.Module, config: ZeroConfig) -> None:
+def check_host_room(strategy: Run, module: nn.Module, config: ZeroConfig) -> None:
     """Raise ConfigError on all ranks if a host lacks memory for its ranks' shards of a module on meta. Collective.
 
     Gradients, optimizer state and activations are left out, as it is not known here which parameters get them. A
@@ -51,7 +48,7 @@ def check_host_room(strategy: ZeroStrategy, module: nn.Module, config: ZeroConfi
             )
 
 
-def _needed(strategy: ZeroStrategy, module: nn.Module, config: ZeroConfig) -> int:
+def _needed(strategy: Run, module: nn.Module, config: ZeroConfig) -> int:
     """Return the bytes that this rank's shards of parameters will take, beside what the module has already."""
     if not any(param.is_meta for param in module.parameters()):
         return 0

@@ -10,7 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -49,6 +49,7 @@ from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
 from lightning_zero.trainer.processes import Ended
+from lightning_zero.trainer.run import Run
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
 from lightning_zero.trainer.saves.checkpoint_fits import (
     check_frozen,
@@ -71,9 +72,6 @@ from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.saves.random_numbers import Saved, saved_ranks
 from lightning_zero.trainer.saves.range_saves import RangeSave
 
-if TYPE_CHECKING:
-    from lightning_zero.trainer.strategy import ZeroStrategy
-
 
 class Checkpoints:
     """Saves and loads a strategy's checkpoints. ``next_may_fail``: training goes on if the next background save fails.
@@ -82,7 +80,7 @@ class Checkpoints:
     values that the last such save made, and the next one reuses.
     """
 
-    def __init__(self, strategy: ZeroStrategy) -> None:
+    def __init__(self, strategy: Run) -> None:
         self._strategy = strategy
         self._saves_folders = strategy.config.checkpoint.name is CheckpointFormat.sharded
         self.background = BackgroundSaves()
