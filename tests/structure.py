@@ -36,8 +36,8 @@ LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 BUDGETS = {
     "lines of the package": 42_990,
     "lines of the engine": 11_305,
-    "files of the engine": 41,
-    "lines of the longest file": 685,
+    "files of the engine": 42,
+    "lines of the longest file": 600,
     "lines of tests": 44_130,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 46,

@@ -114,7 +114,7 @@ def register_hooks(module: nn.Module, units: Sequence[Unit], hooks: Hooks, confi
     for inner in module.modules():
         if any(id(p) in owned for p in inner.parameters()):
             hooks.guard_module(inner, hooks.passes.fence.refuse)
-    hooks.passes.watch_trainable()
+    hooks.watch_trainable()
 
 
 class Core:

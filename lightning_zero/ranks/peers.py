@@ -6,7 +6,8 @@ writes the name into the store, because later ranks may only see the first one l
     rank 0                                   answers (its thread)                        reads it, raises
     rank 2                                   answers, breaks too    waits for the name   reads it, raises
 
-On one machine the system knows which processes live. A rank that fails with an exception writes its own name.
+On one machine the system knows which processes live. A rank that fails with an exception writes its own name. See
+[Note: what a rank does when another dies].
 """
 
 from __future__ import annotations
@@ -114,7 +115,6 @@ class Peers:
         self._beats = 0
         self._heard: tuple[str | None, float] = (None, running_s())  # the next beat, when it came
         self._told = False
-        self.misses_neighbour = False  # the next rank has sent no beat for too long
         self.holder_left = False  # rank 0 has said goodbye
         store.set(f"{prefix}/who/{rank}", json.dumps(asdict(self._own)))
 
@@ -189,20 +189,17 @@ class Peers:
             self._let_others_hear()
 
     def silent_neighbour(self, limit_s: float) -> str | None:
-        """Post this rank's beat and read the next rank's. A thread calls this every few seconds. Return, once, a
-        sentence about the next rank if it has sent no beat for ``limit_s`` seconds; else None."""
+        """Post this rank's beat and read the next rank's. A thread calls this every few seconds. Return a sentence
+        about the next rank if it has sent no beat for ``limit_s`` seconds; else None."""
         self.holder_left = self.holder_left or self._store.check([self._key("left/0")])
         self._beats += 1
         self._store.set(self._key(f"beat/{self._rank}"), str(self._beats))
         neighbour = (self._rank + 1) % self._world_size
         beat, now = self._read(f"beat/{neighbour}"), self._running_s()
         if beat is not None and beat != self._heard[0]:
-            self._heard, self.misses_neighbour = (beat, now), False
-        if self.misses_neighbour or now - self._heard[1] < limit_s:
+            self._heard = beat, now
+        if now - self._heard[1] < limit_s or self._store.check([self._key(f"left/{neighbour}")]):
             return None
-        if self._store.check([self._key(f"left/{neighbour}")]):
-            return None
-        self.misses_neighbour = True
         known = self.known or self._read("culprit") or self._read("ended")
         return known or f"{self._named(neighbour)} has not been heard of for {limit_s:g} s: it has ended or hangs"
 

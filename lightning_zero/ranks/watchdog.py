@@ -1,14 +1,19 @@
 """Runs threads beside training: they post what this rank is doing, and end a process that waits for a dead rank.
 
-Waits inside the engine raise in time. Elsewhere (say, in a metric's barrier) a backend waits for its own timeout unless
-it notices the death; it never does under NCCL or when a network is cut. So each rank listens::
+[Note: what a rank does when another dies]
+A rank that waits inside of the engine raises in time: PeerError over gloo, whose connection breaks, else StallError
+(``ranks/waits.py``); who has died it finds out over the store (``ranks/peers.py``). Elsewhere (say, in a metric's
+barrier, or on a device) a backend waits for its own timeout unless it notices the death; it never does under NCCL or
+when a network is cut. So each rank also listens::
 
     no beat of the next rank for zero.stall_timeout_s,        -> prints it; ends this process after a longer standstill
     or the store is gone or silent                               (``_patience_s``)
     under NCCL: the process of the rank before or after this  -> prints it; ends this process after a standstill of
     one has ended on this machine without a goodbye              ten seconds (``STANDSTILL_S``)
 
-No process is ended while its training thread progresses, or while a person types into it.
+No process is ended while its training thread progresses, or while a person types into it. A launcher may be sooner:
+Lightning's looks every 5 s. A rank that has raised saves only if all have (``trainer/interruptions.py``), and does not
+wait for others at its exit (``Ended`` in ``trainer/processes.py``).
 """
 
 from __future__ import annotations
@@ -187,15 +192,12 @@ class Watchdog:
             watched = None  # else it would live through the next wait
 
     def _listen(self) -> None:
-        ended = None
-        if not self._notices_broken_connections:
-            ended = self.peers.ended_neighbour()
-            if ended is not None:
-                self._note(ended, min(STANDSTILL_S, self._limit_s))
+        ended = None if self._notices_broken_connections else self.peers.ended_neighbour()
         silent = self.peers.silent_neighbour(self._limit_s)
-        if silent is not None:
-            self._note(silent, self._patience_s)
-        elif self._gone is not None and ended is None and not self.peers.misses_neighbour:
+        for who, limit_s in ((ended, min(STANDSTILL_S, self._limit_s)), (silent, self._patience_s)):
+            if who is not None:
+                self._note(who, limit_s)
+        if ended is None and silent is None:
             self._gone = None  # the rank was only slow
 
     def _note(self, who: str, limit_s: float) -> None:

@@ -271,7 +271,7 @@ def note_failure(error: BaseException) -> None:
 
 def refuse_lonely_save(engine: Engine) -> None:
     """While an exception is handled, raise RuntimeError unless all ranks call this within :data:`MEET_S`. A save by
-    some ranks would hang."""
+    some ranks would hang: see [Note: what a rank does when another dies]."""
     if sys.exc_info()[0] is None:
         return
     missing = engine.comm.waits.missing_here(MEET_S)

@@ -265,7 +265,8 @@ class Processes:
 
 
 class Ended:
-    """How this process's last run ended. After an exception (``failed``) the process does not wait for other ranks."""
+    """How this process's last run ended. After an exception (``failed``) the process does not wait for other ranks: see
+    [Note: what a rank does when another dies]."""
 
     failed = False
 

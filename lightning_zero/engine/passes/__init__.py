@@ -7,7 +7,7 @@
     recompute -----+             +--> sharded_grad
 
     hooks          registers all hooks on modules and tensors
-    passes         begins and ends passes
+    passes         begins and ends passes; phases: the phases of a pass
     gather_order   gathers and reshards units, in one order on all ranks
     saved_weights  gathers weights that autograd has saved, when a backward reads them
     gradients      reduces gradients into shards; bucket_grads: collects a bucket's gradients before its reduction

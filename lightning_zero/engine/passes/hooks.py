@@ -61,7 +61,7 @@ class Hooks:
         # that cycle inside of autograd, so the engine would live for ever.
         self._passes = ref(passes)
         self._handles: list[RemovableHandle] = []
-        self.watched: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}
+        self._watched: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}
         self._call = 0
         self._depth = 0  # of nested calls of modules that hold units
         self.idle = False  # parameters are whole, and gradients belong to the user
@@ -86,9 +86,9 @@ class Hooks:
         return [running.unit for running in self._running]
 
     def remove(self) -> None:
-        for handle in (*self._handles, *(handle for _, handle in self.watched.values())):
+        for handle in (*self._handles, *(handle for _, handle in self._watched.values())):
             handle.remove()
-        self._handles, self.watched = [], {}
+        self._handles, self._watched = [], {}
         self.forget_inputs()
         for module in self._touched:
             for name in _patched(module):
@@ -129,7 +129,17 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True))
         self._handles.append(module.register_forward_hook(outside_graphs(after), always_call=True))
 
-    def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
+    def watch_trainable(self) -> None:
+        """Register gradient hooks on parameters that require a gradient now; users may have unfrozen some since."""
+        for unit in self.passes.units:
+            for bucket in unit.buckets:
+                for info in bucket.params:
+                    if info.param.requires_grad and id(info.param) not in self._watched:
+                        if not bucket.plan.trainable:
+                            bucket.make_trainable()
+                        self._watch_grad(unit, bucket, info.slot)
+
+    def _watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
         """Register a hook that takes a trainable parameter's gradient as soon as autograd has accumulated it."""
         param = bucket.params[slot].param
         # Weakly: the garbage collector does not see through this hook; the bucket's masters would live for ever.
@@ -150,11 +160,11 @@ class Hooks:
                 shown = len(p._post_accumulate_grad_hooks) > 1  # type: ignore[arg-type]
                 passes.grad_arrived(unit, unit.buckets[place[1]], slot, grad, shown=shown)
 
-        self.watched[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
+        self._watched[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
 
     def come_last(self) -> None:
         """Move our gradient hooks, which set ``param.grad`` to None, behind hooks that users have registered since."""
-        for param, handle in self.watched.values():
+        for param, handle in self._watched.values():
             hooks: dict[int, object] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
             if next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)  # torch goes by the order of insertion

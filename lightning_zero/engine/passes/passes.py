@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
-from weakref import WeakMethod, ref
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,8 @@ from lightning_zero.device import recording
 from lightning_zero.engine.passes.between import Between
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
-from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights
+from lightning_zero.engine.passes.phases import LEGAL, Hooks, OpenPass, Phase, Scope, Stepper
+from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights, weakly
 from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.passes.writes import BufferSync, Fence, Writes
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -45,74 +45,6 @@ from lightning_zero.timeline.record import Timeline
 
 MOST_PLANS = 16  # passes of one step with a plan each; later ones, of a loop without steps, share one
 Look = Callable[[ParamInfo, Tensor], object]
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class Phase(Enum):
-    BETWEEN = "between passes"
-    FORWARD = "a pass is open"
-    BACKWARD = "in a backward whose end will be told"
-    IMPLICIT_BACKWARD = "in a backward that was noticed by its first event"
-
-
-LEGAL = {
-    (Phase.BETWEEN, Phase.FORWARD),
-    (Phase.FORWARD, Phase.BACKWARD),
-    (Phase.FORWARD, Phase.IMPLICIT_BACKWARD),
-    (Phase.FORWARD, Phase.BETWEEN),
-    (Phase.BACKWARD, Phase.BETWEEN),
-    (Phase.IMPLICIT_BACKWARD, Phase.BETWEEN),
-    (Phase.IMPLICIT_BACKWARD, Phase.FORWARD),  # after torch.autograd.grad, without gradients of parameters
-}
-
-
-class Scope(NamedTuple):
-    """Describes a training or evaluation step that the caller has opened (:meth:`Passes.scope`)."""
-
-    key: str
-    evaluation: bool
-
-
-class Stepper(Protocol):
-    """Steps an optimizer; in ``steps/``, above this folder."""
-
-    def settings(self) -> list[dict[str, object]]: ...
-
-
-class Hooks(Protocol):
-    """Follows calls and gradients of modules; in ``hooks.py``, above this file."""
-
-    idle: bool
-
-    @property
-    def watched(self) -> Mapping[int, object]: ...
-    @property
-    def running(self) -> list[Unit]: ...
-    def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None: ...
-    def come_last(self) -> None: ...
-    def forget_inputs(self) -> None: ...
-    def forget_calls(self) -> None: ...
-
-
-@dataclass(slots=True)
-class OpenPass:
-    key: str | None
-    evaluates: bool = False
-    ends_with_call: bool = False  # the call that opened the pass may end it
-    unused: bool = False  # opened after a step's last backward, and no module was called in it
-    second_order: bool = False  # a backward of the pass makes a graph
-
-
-def _weakly(method: Callable[P, R], gone: R) -> Callable[P, R]:
-    """Wrap a bound ``method`` without keeping its object alive. When the object is gone, calls return ``gone``."""
-    reference = WeakMethod(method)
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        alive = reference()
-        return gone if alive is None else alive(*args, **kwargs)
-
-    return call
 
 
 @dataclass(eq=False, repr=False)
@@ -132,8 +64,8 @@ class Passes:
     hooks: Hooks = field(init=False)  # made after the passes
 
     def __post_init__(self) -> None:
-        most_overflows = self.config.optimizer.skip_nonfinite
-        self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed, most_overflows)
+        most = self.config.optimizer.skip_nonfinite
+        self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed, most_overflows=most)
         self.between = Between(
             self.units, self.comm, self.writes, most_bytes=self.order.prefetch_bytes, settle=self._settle
         )
@@ -141,9 +73,7 @@ class Passes:
             [b for unit in self.units for b in unit.buckets], in_pass=self._in_pass, in_run=lambda: self.between.in_run
         )
         self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
-        # Weakly: a graph holds the functions that unpack its tensors, and the garbage collector does not see through a
-        # graph. Whatever keeps a graph (a list of losses) would keep the engine and all its shards.
-        self.saved = SavedWeights(self.units, _weakly(self.weights_needed, False))
+        self.saved = SavedWeights(self.units, weakly(self.weights_needed, False))
         self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
         self._open = OpenPass(None)
@@ -153,8 +83,7 @@ class Passes:
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False  # an exception has ended a pass, and no pass has begun since
         self._stepped = False  # in a step that computes in fewer bits: since an optimizer's step no module was called
-        # Make all ranks agree before a module call outside of a scope. Otherwise a rank that calls alone would have its
-        # gathers matched with those of other ranks' steps.
+        # All ranks agree before a module call outside of a scope, else a lone rank's gathers would meet others' steps.
         self.calls_meet = False
         self.look: Look | None = None  # gets each gradient inside :meth:`looking`
         self.steppers: Sequence[Stepper] = ()
@@ -174,16 +103,6 @@ class Passes:
             raise RuntimeError(f"pass {self.key}: illegal transition {self.phase.name} -> {phase.name}")
         self.phase = phase
 
-    def watch_trainable(self) -> None:
-        """Register gradient hooks on parameters that require a gradient now; users may have unfrozen some since."""
-        for unit in self.units:
-            for bucket in unit.buckets:
-                for info in bucket.params:
-                    if info.param.requires_grad and id(info.param) not in self.hooks.watched:
-                        if not bucket.plan.trainable:
-                            bucket.make_trainable()
-                        self.hooks.watch_grad(unit, bucket, info.slot)
-
     # -- begin and end ------------------------------------------------------------------------------------------------
 
     @outside_autograd
@@ -195,7 +114,7 @@ class Passes:
             self.between.pass_begins()
         self._stepped = False
         self.recover()
-        self.watch_trainable()
+        self.hooks.watch_trainable()
         # Training passes in one step may take different paths, so each gets its own plan by its number in the step.
         # Evaluations repeat one path and are not numbered.
         full_key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
@@ -221,7 +140,10 @@ class Passes:
             self._computes()
         elif self._stepped:
             self.end()
-        return self.key is None and (self._stepped or not self.begin_again())
+        if self.key is None and self._scope is not None and not self._stepped:
+            # A backward has raised inside of a step that goes on.
+            self.begin(self._scope.key, evaluation=self._scope.evaluation)
+        return self.key is None
 
     def meet(self, what: str) -> None:
         """Wait for all ranks before ``what``, which gathers masters. Collective."""
@@ -244,12 +166,6 @@ class Passes:
             self.between.pass_begins()
         else:
             self.between.pass_ends()
-
-    def begin_again(self) -> bool:
-        """Begin a pass after a backward has raised inside of a step that goes on. Return whether a pass is open."""
-        if self.key is None and self._scope is not None:
-            self.begin(self._scope.key, evaluation=self._scope.evaluation)
-        return self.key is not None
 
     def recover(self, what: str = "going on after an exception") -> None:
         """Resynchronize the ranks if an exception has ended a pass. ``what``: what follows, for errors. Collective."""
@@ -500,7 +416,7 @@ class Passes:
             key, evaluation = self._scope or Scope("call", False)
             self.begin(key, evaluation=evaluation)
         else:
-            self.watch_trainable()
+            self.hooks.watch_trainable()
         self.hooks.come_last()
         if recording.recorder is not None:
             self.lane.backward_begins()
@@ -524,7 +440,7 @@ class Passes:
             self._begin_backward(explicit=False)
             # Only autograd references ``end``, which therefore dies when the graph task ends, also by an exception. A
             # strong reference would keep this object alive, and the pass in its backward.
-            end, gone = partial(self._graph_task_ended), _weakly(self._graph_task_gone, None)
+            end, gone = partial(self._graph_task_ended), weakly(self._graph_task_gone, None)
             self._noticed = ref(end, lambda _: gone())
             torch.autograd.Variable._execution_engine.queue_callback(end)
         if torch.is_grad_enabled():
@@ -579,7 +495,6 @@ class Passes:
     def weights_needed(self, unit: Unit) -> bool:
         """Gather ``unit`` before a kernel of a backward reads its weights. Outside of a backward gather nothing: one
         rank alone may look at a graph. Return whether the weights are gathered."""
-        # Outside of a backward someone only draws the graph, maybe on one rank: a gather would never end.
         if torch._C._current_graph_task_id() == -1:
             return unit.state is State.GATHERED
         self.backward_begins()

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_zero.engine.units.unit import Unit
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 # Inside torch.func's transforms torch allows no hooks.
 hooks_allowed: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _DROPPED = ("for storage of size 0", "its data is not allocated yet")  # torch's words of a saved view without memory
@@ -31,6 +35,17 @@ _READ_OUTSIDE = (
     "If nothing was changed in place: a sharded weight was read outside of its module's call, and an earlier backward "
     "has dropped it since. Add the losses up and run one backward, or read the weight again after it."
 )
+
+
+def weakly(method: Callable[P, R], gone: R) -> Callable[P, R]:
+    """Wrap a bound ``method`` without keeping its object alive. When the object is gone, calls return ``gone``."""
+    reference = WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        alive = reference()
+        return gone if alive is None else alive(*args, **kwargs)
+
+    return call
 
 
 class _Weight(NamedTuple):
