@@ -85,6 +85,7 @@ class Writes:
         self.write_backs: list[Callable[[], None]] = []  # what each open gather() does at its end
         self.assigned: dict[str, str] = {}  # who got other ``.data`` in the open pass, and in which line of code
         self._warned = False  # of a write that was rounded
+        self._warned_of_views = False
 
     # -- noticing -------------------------------------------------------------------------------------------------
 
@@ -131,7 +132,22 @@ class Writes:
         if drops and self._read:
             for info in bucket.params:
                 for values in self._still_held(bucket, info):
+                    if values._use_count() > 1:  # type: ignore[attr-defined]  # views of it, which keep its object
+                        self._lend(bucket, info, values)
                     values.data = placeholders([values.shape], values.dtype, values.device)[0]
+
+    def _lend(self, bucket: Bucket, info: ParamInfo, values: Tensor) -> None:
+        """Leave the memory of ``values``, a result of ``.data``, allocated: users hold views of it. Warn, once."""
+        bucket.full.is_lent = True
+        self._read[self._number[bucket], info.slot] = [ref(values)]
+        warned, self._warned_of_views = self._warned_of_views, True
+        if self._comm.rank == 0 and not warned:
+            warnings.warn(
+                f"{info.fqn}: expected that views of its .data (weight.data[0]) end with the step that made them, got "
+                "one that is kept: it does not follow the parameter, and what is written to it is lost. Keep the "
+                "parameter, and make the view where it is used.",
+                stacklevel=2,
+            )
 
     def _written_late(self, bucket: Bucket) -> list[ParamInfo]:
         """Return the parameters that users have written to between steps through results of ``.data`` of a step: their

@@ -44,6 +44,7 @@ class FlatBuffer:
         with torch.inference_mode(False):
             self.data = torch.empty(numel, dtype=dtype, device=device)
         self.nbytes = self.data.numel() * self.data.element_size()
+        self.is_lent = False  # users hold views of the values, which must not be freed
 
     @property
     def allocated(self) -> bool:
@@ -56,10 +57,11 @@ class FlatBuffer:
             storage.resize_(self.nbytes)
 
     def release(self) -> None:
-        """Free the memory, unless NumPy has a view of it (`weight.numpy()`)."""
+        """Free the memory, unless NumPy (`weight.numpy()`) or a user has a view of it."""
         storage = self.data.untyped_storage()
-        if storage.resizable():
+        if storage.resizable() and not self.is_lent:
             storage.resize_(0)
+        self.is_lent = False
 
 
 def references(tensor: Tensor) -> int:
