@@ -144,9 +144,9 @@ class GradNorms:
                 "`with lightning_zero.gather(module, grads=True):`."
             )
         places = list(places)
-        refuse_whole(places)
         wanted = slots_of(places)
         self._finish_pending()
+        refuse_whole(places)
         self._reducer.refuse_unreduced(places)
         device = self._comm.device
         # One element per rank, summed afterwards: a backend's order of ranks must not change the last bits.

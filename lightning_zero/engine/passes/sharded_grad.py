@@ -5,8 +5,8 @@
     zero_, nan_to_num_, and
     mul_, div_, clamp_ by numbers   change this rank's fragment at once
     norm, linalg.vector_norm        partial norms, one message for all gradients: grad_norms.py
-    any other read                  gathers the values; collective
-    any other write                 refused
+    any other operation             runs on gathered values, of which each rank keeps its fragment; collective
+    param.grad = value              the same, before gradients are used next; the value must be equal on all ranks
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 from weakref import ref
 
 import torch
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.passes.grad_norms import GradNorms, alike, parts_of_shards, refuse_whole, slots_of, views_of
 from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.passes.writes import checksum
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
@@ -61,11 +62,19 @@ _CODE_OF_TOTAL_NORM = {_TOTAL_NORM, *(const for const in _TOTAL_NORM.co_consts i
 _Number = Tensor | float | None
 
 
+class _View(NamedTuple):
+    """Describes a view of a gradient."""
+
+    of: ShardedGrad
+    whole: Tensor  # the gathered gradient
+    values: Tensor  # what the view shows of it
+
+
 class ShardedGrad(Tensor):
-    """Is ``param.grad`` of a sharded parameter: stands for shards of a gradient, or shows gathered values read-only."""
+    """Is ``param.grad`` of a sharded parameter, or a view of it: stands for shards of a gradient."""
 
     info: ParamInfo
-    gathered: Tensor | None  # the values that a view shows; None if not a view
+    shown: _View | None  # None: the whole gradient
     added: bool  # autograd added a gradient before the engine noticed the backward
     incoming: Tensor | None  # that gradient
     _owner: ref[ShardedGrads]  # see [Note: weak references and graphs]
@@ -74,12 +83,12 @@ class ShardedGrad(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, info: ParamInfo, owner: ref[ShardedGrads], gathered: Tensor | None = None) -> ShardedGrad:
-        like, strides = (info.param, info.strides) if gathered is None else (gathered, gathered.stride())
+    def __new__(cls, info: ParamInfo, owner: ref[ShardedGrads], view: _View | None = None) -> ShardedGrad:
+        like, strides = (info.param, info.strides) if view is None else (view.values, view.values.stride())
         wrapper: ShardedGrad = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, like.shape, strides=strides, dtype=like.dtype, device=like.device, requires_grad=False
         )
-        wrapper.info, wrapper._owner, wrapper.gathered = info, owner, gathered
+        wrapper.info, wrapper._owner, wrapper.shown = info, owner, view
         wrapper.added, wrapper.incoming = False, None
         return wrapper
 
@@ -92,9 +101,31 @@ class ShardedGrad(Tensor):
             raise _stale(self.info.fqn)
         return owner
 
-    def whole(self) -> Tensor:
-        """Return the whole gradient: gathered into a new tensor, or what a view holds. Collective, except for views."""
-        return self.owner.gather(self.info) if self.gathered is None else self.gathered
+    @property
+    def _root(self) -> ShardedGrad:
+        return self if self.shown is None else self.shown.of
+
+    def read(self) -> Tensor:
+        """Return the values of now: the whole gradient, gathered, or what a view shows of it. Collective."""
+        if self.shown is None:
+            return self.owner.gather(self.info)
+        owner = self._owner()
+        if owner is not None and owner.shows(self.shown.of):  # else it was cleared, and the view has what was there
+            now = owner.gather(self.info)
+            if now is not self.shown.whole:
+                self.shown.whole.copy_(now)
+        return self.shown.values
+
+    def take_over(self, values: Tensor) -> None:
+        """Take over what was written to ``values``, which :meth:`read` has returned."""
+        owner = self._owner()
+        if owner is not None and owner.shows(self._root):
+            owner.write(self.info, values if self.shown is None else self.shown.whole)
+
+    def viewed(self, whole: Tensor, values: Tensor) -> ShardedGrad:
+        """Return a view of this gradient that shows ``values``, a part of ``whole``, which :meth:`read` returned."""
+        whole = whole if self.shown is None else self.shown.whole
+        return ShardedGrad(self.info, self._owner, _View(self._root, whole, values))
 
     @property
     def data(self) -> Tensor:
@@ -103,24 +134,29 @@ class ShardedGrad(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         if value is not self:  # ``Module.to`` assigns the same object
-            raise _refusal(self.info.fqn)
+            if self.shown is not None or value.shape != self.shape:
+                raise RuntimeError(
+                    f"grad.data of {self.info.fqn}: expected a tensor of shape {tuple(self.info.shape)} for the whole "
+                    f"gradient, got one of {tuple(value.shape)} for {tuple(self.shape)}."
+                )
+            self.copy_(value)
 
     def detach(self) -> Tensor:
         return self
 
     # torch refuses these methods on any subclass.
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.whole().numpy(*args, **kwargs)
+        return self.read().clone().numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
-        return self.whole().tolist()
+        return self.read().tolist()
 
     def __array__(self, *args: object, **kwargs: object) -> object:
-        return self.whole().__array__(*args, **kwargs)
+        return self.read().clone().__array__(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        if self.gathered is not None:
-            return repr(self.gathered)
+        if self.shown is not None:
+            return repr(self.shown.values)
         return f"<the gradient of {self.info.fqn} is sharded; .clone() of it, on all ranks, has its values>"
 
     @classmethod
@@ -131,11 +167,14 @@ class ShardedGrad(Tensor):
         if func is _aten.nan_to_num.out and kwargs["out"] is args[0]:
             func = _aten.nan_to_num_.default
         is_number = (not isinstance(arg, Tensor) or (type(arg) is Tensor and not arg.dim()) for arg in args[1:])
-        if func in _IN_PLACE and all(is_number):
-            many = isinstance(args[0], (list, tuple))
-            for grad in args[0] if many else args[:1]:
-                act = grad.owner.change if _is_grad(grad) else _change_plain
-                act(grad, _IN_PLACE[func], args[1:])
+        many = bool(args) and isinstance(args[0], (list, tuple))
+        targets = args[0] if many else args[:1]
+        if func in _IN_PLACE and all(is_number) and not any(isinstance(t, ShardedGrad) and t.shown for t in targets):
+            for tensor in targets:
+                if _is_grad(tensor):
+                    tensor.owner.change(tensor, _IN_PLACE[func], args[1:])
+                else:
+                    getattr(tensor, _IN_PLACE[func])(*args[1:])
             return None if many else args[0]
         if func is _aten.add_.Tensor and _is_grad(args[0]) and torch._C._current_graph_task_id() != -1:
             # Autograd accumulates in a backward that is not noticed yet. Our hook, which runs next, takes the gradient.
@@ -147,17 +186,11 @@ class ShardedGrad(Tensor):
             lazy = sys._getframe(1).f_code in _CODE_OF_TOTAL_NORM
             norms = [_norm(tensor, *args[1:], lazy=lazy, **kwargs) for tensor in tensors]
             return norms if func is _NORMS else norms[0]
-        return _read(func, args, kwargs)
+        return _run(func, args, kwargs)
 
 
 def _is_grad(value: object) -> TypeGuard[ShardedGrad]:
-    return isinstance(value, ShardedGrad) and value.gathered is None
-
-
-def _change_plain(tensor: Tensor, method: str, numbers: Sequence[_Number]) -> None:
-    if isinstance(tensor, ShardedGrad):
-        raise _refusal(tensor.info.fqn)
-    getattr(tensor, method)(*numbers)
+    return isinstance(value, ShardedGrad) and value.shown is None
 
 
 def _norm(
@@ -172,41 +205,39 @@ def _norm(
     """Compute ``torch.linalg.vector_norm``: from partial norms for a whole gradient, otherwise from gathered values."""
     is_whole = not dim or {d % tensor.dim() for d in dim} == set(range(tensor.dim()))
     if not _is_grad(tensor) or not is_whole or keepdim or not norm_type >= 0.0:
-        values = tensor.whole() if isinstance(tensor, ShardedGrad) else tensor
+        values = tensor.read() if isinstance(tensor, ShardedGrad) else tensor
         return torch.linalg.vector_norm(values, norm_type, dim, keepdim, dtype=dtype)
     if lazy and norm_type:
         return LazyNorm([tensor], float(norm_type))
     return tensor.owner.norms.norm(tensor.info, float(norm_type), dtype)
 
 
-def _read(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """Run ``func`` on gathered values of gradients. Raise RuntimeError if ``func`` writes to a gradient. Collective."""
+def _run(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
+    """Run ``func`` on gathered values of gradients, and take over what it writes to them. Collective."""
     arguments = func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
-    written = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    for leaf in tree_leaves(written):
-        if isinstance(leaf, ShardedGrad):
-            raise _scaler_refusal() if func is _UNSCALE else _refusal(leaf.info.fqn)
-    gathered: dict[ShardedGrad, Tensor] = {}
+    outputs = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, ShardedGrad)]
+    if written and func is _UNSCALE:
+        raise _scaler_refusal()
+    values: dict[ShardedGrad, Tensor] = {}
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, ShardedGrad) and leaf not in gathered:
-            gathered[leaf] = leaf.whole()
-    args, kwargs = tree_map_only(ShardedGrad, gathered.__getitem__, (args, kwargs))
-    of_storage = {values.untyped_storage()._cdata: grad for grad, values in gathered.items()}
+        if isinstance(leaf, ShardedGrad) and leaf not in values:
+            values[leaf] = leaf.read()
+    args, kwargs = tree_map_only(ShardedGrad, values.__getitem__, (args, kwargs))
+    result = func(*args, **kwargs)
+    for grad in written:
+        grad.take_over(values[grad])
+    of_storage = {tensor.untyped_storage()._cdata: grad for grad, tensor in values.items()}
 
-    def protect(result: Tensor) -> Tensor:
-        grad = of_storage.get(result.untyped_storage()._cdata)
-        return result if grad is None else ShardedGrad(grad.info, grad._owner, result)
+    def stand_in(tensor: Tensor) -> Tensor:
+        for grad in written:
+            if values[grad] is tensor:  # an operation in place returns its argument
+                return grad
+        of = of_storage.get(tensor.untyped_storage()._cdata)
+        return tensor if of is None else of.viewed(values[of], tensor)
 
-    return tree_map_only(Tensor, protect, func(*args, **kwargs))
-
-
-def _refusal(fqn: str) -> RuntimeError:
-    return RuntimeError(
-        f"the gradient of {fqn} is sharded over the ranks: it can be read, on all ranks, and zeroed, multiplied, "
-        "divided or clamped by a number in place, as by torch.nn.utils.clip_grad_norm_. For other changes use "
-        "`with lightning_zero.gather(module, grads=True):`."
-    )
+    return tree_map_only(Tensor, stand_in, result)
 
 
 def _scaler_refusal() -> RuntimeError:
@@ -293,6 +324,12 @@ class ShardedGrads:
         self.backwards = 0  # number of this rank's backwards that have given gradients
         self.undivided = False  # gradients are sums over tokens, which the step has yet to divide by their number
         self.norms = GradNorms(reducer, self._bucket_of, self.finish_pending)
+        self._whole: tuple[ParamInfo, float, Tensor] | None = None  # the gradient that was gathered last, and its scale
+
+    def _changed(self) -> None:
+        """Drop what was computed from gradients: they have changed, on all ranks."""
+        self.norms.tables.clear()
+        self._whole = None
 
     # -- param.grad ---------------------------------------------------------------------------------------------------
 
@@ -316,8 +353,8 @@ class ShardedGrads:
             self.place([bucket.params[slot] for slot in grads.used])
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
-        """Set ``param.grad`` of ``infos`` to a :class:`ShardedGrad`. Drop cached norms: gradients may have changed."""
-        self.norms.tables.clear()
+        """Set ``param.grad`` of ``infos`` to a :class:`ShardedGrad`. Their gradients may have changed."""
+        self._changed()
         with torch._C.DisableTorchFunctionSubclass():
             for info in infos:
                 grad = self._of.get(id(info.param))
@@ -328,6 +365,7 @@ class ShardedGrads:
 
     def remove(self, infos: Iterable[ParamInfo]) -> None:
         """Set ``param.grad`` of ``infos`` to None when a backward starts, so that autograd finds nothing to add to."""
+        self._changed()
         for info in infos:
             with torch._C.DisableTorchFunctionSubclass():
                 if isinstance(get_grad(info.param), ShardedGrad):
@@ -353,26 +391,61 @@ class ShardedGrads:
             )
 
     def forget_cleared(self) -> None:
-        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None; refuse cleared ones."""
+        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None, and take over those that
+        they have assigned; refuse cleared ones. Collective if some were assigned."""
+        assigned: list[tuple[Place, Tensor]] = []
         for bucket, grads in () if self._aside else self._grads.items():
-            if not grads.used and not bucket.grad_store.is_there:
-                continue
             cleared = []
             with torch._C.DisableTorchFunctionSubclass():
                 for info in bucket.params:
                     own, grad = self._of.get(id(info.param)), get_grad(info.param)
                     if isinstance(grad, ShardedGrad) and grad is not own:
                         raise _stale(info.fqn)
-                    is_there = own is not None and (grad is own or own.added)
-                    if not is_there and not (bucket.shown is Shown.PLAIN and type(grad) is Tensor):
+                    if grad is not None and grad is not own:
+                        if bucket.shown is not Shown.PLAIN:
+                            assigned.append((Place(bucket, info), grad))
+                    elif own is None or not (grad is own or own.added):
                         cleared.append(info.slot)
-            if cleared:
+            if cleared and (grads.used or bucket.grad_store.is_there):
                 grads.forget(cleared)
             own = None
             for slot in cleared:
                 key = id(bucket.params[slot].param)
                 if key in self._of and sys.getrefcount(self._of[key]) > 2:
                     del self._of[key]  # a user has kept it, and must not see gradients to come
+        if assigned:
+            self._take_assigned(assigned)
+
+    @outside_autograd
+    def _take_assigned(self, assigned: Sequence[tuple[Place, Tensor]]) -> None:
+        """Take over ``assigned``, whole tensors that are some parameters' ``param.grad``. Collective.
+
+        Raises RuntimeError on all ranks if their values differ between ranks.
+        """
+        dense = [grad if grad.layout is torch.strided else grad.to_dense() for _, grad in assigned]
+        own_sums = {
+            place.info.fqn: checksum(place.info.flattened(grad))
+            for (place, _), grad in zip(assigned, dense, strict=True)
+        }
+        sums = self._reducer.comm.gather_checked(own_sums, "gradients that were assigned")
+        self._reducer.refuse_unreduced(place for place, _ in assigned)
+        for number, ((bucket, info), _) in enumerate(assigned):
+            if any(len({sums[r].get(info.fqn) for r in ranks}) > 1 for ranks in bucket.comm.topology.same_params):
+                raise RuntimeError(
+                    f"{info.fqn}.grad was assigned, with other values on some ranks than on others. Average them over "
+                    "the ranks first (torch.distributed.all_reduce)."
+                )
+            if not bucket.plan.trainable:
+                raise RuntimeError(
+                    f"{info.fqn}.grad was assigned, but {info.fqn} is frozen: call requires_grad_() first."
+                )
+            if not bucket.grad_store.is_there:
+                own = torch.zeros(bucket.plan.owned_numel, dtype=bucket.dtypes.grad, device=bucket.comm.device)
+                bucket.grad_store.add(own)
+            self._grads[bucket].used.add(info.slot)
+            self._grads[bucket].agreed.add(info.slot)
+            self.write(info, dense[number])
+        self.place([place.info for place, _ in assigned])
 
     def shows(self, grad: ShardedGrad) -> bool:
         """Return whether ``grad`` stands for its parameter's present gradient: users have not cleared it."""
@@ -388,19 +461,12 @@ class ShardedGrads:
         return any(grads.used or bucket.grad_store.is_there for bucket, grads in self._grads.items())
 
     def used_params(self) -> set[int]:
-        """Return ids of parameters with a gradient on any rank. Raises RuntimeError if a user set ``param.grad``."""
+        """Return ids of parameters with a gradient on any rank."""
+        self._whole = None  # a step follows, which needs the memory
         used = set()
         for bucket, grads in self._grads.items():
-            for info in bucket.params:
-                with torch._C.DisableTorchFunctionSubclass():
-                    grad = get_grad(info.param)
-                if grad is not None and grad is not self._of.get(id(info.param)):
-                    raise RuntimeError(
-                        f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
-                        "`with lightning_zero.gather(module, grads=True):`."
-                    )
-                if grad is not None and info.slot in grads.agreed:
-                    used.add(id(info.param))
+            with torch._C.DisableTorchFunctionSubclass():
+                used |= {id(i.param) for i in bucket.params if i.slot in grads.agreed and get_grad(i.param) is not None}
         return used
 
     # -- values -------------------------------------------------------------------------------------------------------
@@ -413,7 +479,7 @@ class ShardedGrads:
         bucket = self._bucket_of[id(info.param)]
         self._forget_failed()
         bucket.awaited_step.wait()  # see [Note: masters during an offloaded step]
-        self.norms.tables.clear()
+        self._changed()
         self.refuse_undivided()  # zeros too: the tokens of these sums would stay counted
         if method == "zero_":
             self._grads[bucket].zero(info.slot)
@@ -436,18 +502,17 @@ class ShardedGrads:
 
     @outside_autograd
     def gather(self, info: ParamInfo) -> Tensor:
-        """Return one gradient's values as DDP shows them, in a new tensor. Collective if gradients are sharded. Raises
-        RuntimeError in a backward, after one that raised, and for a gradient that is only partly reduced."""
+        """Return one gradient's values as DDP shows them. Collective if gradients are sharded. Raises RuntimeError in a
+        backward, after one that raised, and for a gradient that is only partly reduced."""
+        scale = self._reducer.shown_scale(id(info.param))
+        if self._whole is not None and self._whole[:2] == (info, scale):
+            return self._whole[2]
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
         self.finish_pending()
         self._reducer.refuse_partial()
         bucket, comm = self._bucket_of[id(info.param)], self._reducer.comm
-        scale = self._reducer.shown_scale(id(info.param))
-        if self._reducer.unreduced and bucket.plan.accumulates_locally:
-            local = self._grads[bucket].local_grads().get(info.slot)
-            if local is None or bucket.grad_store.is_there:
-                raise self.norms.mixed(info)
+        if (local := self._local(info)) is not None:
             return local.to(bucket.dtypes.master, copy=True).mul_(self._reducer.local_scale(bucket) * scale)
         parts = torch.zeros(len(bucket.comm.topology.same_params), info.numel, dtype=bucket.dtypes.grad)
         flat = (parts := parts.to(comm.device))[bucket.comm.part]
@@ -459,7 +524,33 @@ class ShardedGrads:
                 comm.gather_checked(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
                 comm.sum_(parts)
         values = flat.to(bucket.dtypes.master)
-        return (values if scale == 1.0 else values.mul_(scale)).as_strided(info.shape, info.strides)
+        values = (values if scale == 1.0 else values.mul_(scale)).as_strided(info.shape, info.strides)
+        self._whole = info, scale, values
+        return values
+
+    def _local(self, info: ParamInfo) -> Tensor | None:
+        """Return this rank's own gradient, times its ``local_scale``, where it is not reduced yet; else None."""
+        bucket = self._bucket_of[id(info.param)]
+        if not (self._reducer.unreduced and bucket.plan.accumulates_locally):
+            return None
+        local = self._grads[bucket].local_grads().get(info.slot)
+        if local is None or bucket.grad_store.is_there:
+            raise self.norms.mixed(info)
+        return local
+
+    @outside_autograd
+    def write(self, info: ParamInfo, values: Tensor) -> None:
+        """Replace one gradient by ``values``, the whole of it as DDP shows it: each rank keeps its fragment."""
+        bucket, scale = self._bucket_of[id(info.param)], self._reducer.shown_scale(id(info.param))
+        self._changed()
+        if (local := self._local(info)) is not None:
+            local.copy_(values / (self._reducer.local_scale(bucket) * scale))
+            return
+        if (fragment := bucket.grad_fragment(info.slot)) is not None:
+            own = info.flattened(values)[fragment.offset : fragment.offset + fragment.values.numel()]
+            fragment.values.copy_(own if scale == 1.0 else own / scale)
+        if bucket.dtypes.grad == values.dtype:
+            self._whole = info, scale, values
 
     # -- many together ------------------------------------------------------------------------------------------------
 
@@ -507,9 +598,9 @@ class ShardedGrads:
         """Return views of the elements that this rank owns of the reduced gradients at ``places``. Skip a bucket if
         ``but(bucket, slots)`` is true."""
         places = [] if self._aside else list(places)
-        refuse_whole(places)
         self.finish_pending()
-        self.norms.tables.clear()
+        refuse_whole(places)
+        self._changed()
         views = []
         for bucket, slots in slots_of(places).items():
             if not but(bucket, slots) and (grad := bucket.grad) is not None:
