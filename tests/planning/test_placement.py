@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, STAGES, Placement, Tier, logical_collectives
-from lightning_zero.planning.topology import by_node, by_part, flat, in_levels, is_even, within_nodes
-from lightning_zero.settings import ConfigError, Offload, Stage
+from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, Group, Ranks, by_part, divide, flat
+from lightning_zero.settings import ConfigError, HybridShard, Offload, Stage, make_config
 
 pytestmark = pytest.mark.smoke
 
@@ -46,30 +48,52 @@ def test_logical_collectives_are_those_of_the_table(k: int, stays: bool) -> None
 
 def test_flat_has_one_group_of_shards_and_by_node_one_each() -> None:
     topology = flat(3)
-    assert topology.shard_groups == ((0, 1, 2),) and topology.replicate_group_of(2) == (2,)
-    assert by_node(["a", "b"]).shard_groups == ((0,), (1,)) and by_node(["a", "b"]).replicate_group_of(1) == (0, 1)
-    topology = by_node(["a", "b", "a", "b", "a", "b"])
+    assert topology.shard_groups == ((0, 1, 2),) and Ranks.of(2, topology).replicate == Group((2,), 0, 1)
+    topology = divide("ab", HybridShard.node)
+    assert topology.shard_groups == ((0,), (1,)) and Ranks.of(1, topology).replicate == Group((0, 1), 1, 2)
+    topology = divide("ababab", HybridShard.node)
     assert topology.shard_groups == ((0, 2, 4), (1, 3, 5))
-    assert [topology.replicate_group_of(rank) for rank in range(6)] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
-    assert all(rank in topology.shard_group_of(rank) for rank in range(6))
+    replicas = [Ranks.of(rank, topology).replicate.ranks for rank in range(6)]
+    assert replicas == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
+    assert Ranks.of(3, topology).shard == Group((1, 3, 5), 1, 3) and topology.place_of(3) == (1, 1)
+
+
+def test_ranks_that_get_one_batch_are_adjacent_and_split_parameters_are_divided_by_batches() -> None:
+    four, config = flat(4), partial(make_config, stage="zero1")
+    ranks = Ranks.of(3, four, config(tensor_parallel=2))
+    assert (ranks.tensor, ranks.batch) == (
+        Group((2, 3), 1, 2),
+        Group((1, 3), 1, 2),
+    ) and ranks.same_batch == ranks.tensor
+    assert (ranks.grad_divisor, ranks.parts.size, ranks.sequence.size, ranks.expert.size) == (4, 1, 1, 1)
+    parts = Ranks.of(3, by_part(four, 2), config(tensor_parallel=2))
+    assert (parts.shard, parts.parts) == (ranks.batch, ranks.tensor)
+    assert (parts.replicate, parts.grad_divisor) == (Group((3,), 0, 1), 2)
+    experts = Ranks.of(2, by_part(four, 4), config(expert_parallel=4))
+    assert (experts.shard.ranks, experts.expert.index, experts.grad_divisor, experts.batch.size) == ((2,), 2, 4, 4)
+    ranks = Ranks.of(1, four, config(sequence_parallel=4))
+    assert (ranks.sequence, ranks.batch) == (Group((0, 1, 2, 3), 1, 4), Group((1,), 0, 1)) and ranks.grad_divisor == 4
+    with pytest.raises(ConfigError, match=r"zero.tensor_parallel: expected a number that divides the 3 rank\(s\)"):
+        Ranks.of(0, flat(3), config(tensor_parallel=2))
 
 
 def test_gradients_are_summed_in_levels_where_nodes_share_shards() -> None:
-    names = ["a"] * 4 + ["b"] * 4
-    topology = in_levels(flat(8), names)
-    assert topology.sum_groups == within_nodes(names).node_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert topology.across_group_of(6) == (2, 6)
+    in_levels = partial(divide, exchanges=True)
+    topology = in_levels("aaaabbbb", HybridShard.flat)
+    kept = divide("aaaabbbb", HybridShard.node_backward)
+    assert topology.sum_groups == kept.node_groups == ((0, 1, 2, 3), (4, 5, 6, 7)) and not kept.sum_groups
+    assert Ranks.of(6, topology).across == Group((2, 6), 1, 2) and Ranks.of(6, kept).node == Ranks.of(6, topology).sum
     parts = by_part(topology, 2)
-    assert parts.sum_groups == ((0, 2), (4, 6), (1, 3), (5, 7)) and parts.across_group_of(5) == (1, 5)
+    assert parts.sum_groups == ((0, 2), (4, 6), (1, 3), (5, 7)) and Ranks.of(5, parts).across.ranks == (1, 5)
     # Not where a node has one of the ranks, nodes are uneven, ranks of a node are not adjacent, or nodes share nothing.
-    one_level = [by_part(topology, 4), in_levels(flat(3), ["a", "a", "b"]), in_levels(flat(4), ["a", "b"] * 2)]
-    assert [t.sum_groups for t in (*one_level, in_levels(flat(2), "aa"), in_levels(by_node(names), names))] == [()] * 5
+    one_level = [by_part(topology, 4), *(in_levels(names, HybridShard.flat) for names in ("aab", "abab", "aa"))]
+    assert [t.sum_groups for t in (*one_level, in_levels("aaaabbbb", HybridShard.node))] == [()] * 5
+    assert not in_levels("ab" * EXCHANGE_MAX_RANKS, HybridShard.flat).sum_groups
 
 
 def test_uneven_nodes_are_refused_with_their_ranks() -> None:
-    assert not is_even(["a", "a", "b"]) and is_even(["a", "b"])
     with pytest.raises(ConfigError, match=r"zero.hybrid_shard=node: .* got 2 on a, 1 on b\. .*hybrid_shard=flat"):
-        by_node(["a", "a", "b"])
+        divide("aab", HybridShard.node)
 
 
 def test_a_row_of_gradients_alone_takes_room_and_gathers_on_the_device() -> None:
