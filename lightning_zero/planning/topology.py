@@ -121,24 +121,24 @@ def by_part(all_ranks: Topology, parts: int) -> Topology:
     return Topology(tuple(ranks[part::parts] for part in range(parts)), apart=True, sum_groups=_levels(sum_groups))
 
 
-def divide(names: Sequence[str], hybrid_shard: HybridShard, *, exchanges: bool = False) -> Topology:
-    """Divide shards over ranks as ``hybrid_shard`` says. Raises ConfigError if it does not fit the nodes.
+def over_nodes(names: Sequence[str], hybrid: HybridShard = HybridShard.flat, *, exchanges: bool = False) -> Topology:
+    """Divide shards as ``zero.hybrid_shard=hybrid`` says. Raises ConfigError if that does not fit the nodes.
 
     Args:
         names: the node of each rank.
         exchanges: whether gradients are exchanged. Then ranks of a node sum them first, if several nodes share shards.
     """
     nodes = tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names))
-    if hybrid_shard is not HybridShard.flat and not is_even(names):
+    if hybrid is not HybridShard.flat and not is_even(names):
         counts = ", ".join(f"{count} on {name}" for name, count in Counter(names).items())
         raise ConfigError(
-            f"zero.hybrid_shard={hybrid_shard.name}: expected the same number of ranks on every node, got {counts}. "
+            f"zero.hybrid_shard={hybrid.name}: expected the same number of ranks on every node, got {counts}. "
             "Start as many on each, or set zero.hybrid_shard=flat."
         )
-    keeps = hybrid_shard is HybridShard.node_backward
+    keeps = hybrid is HybridShard.node_backward
     if keeps:
         check_nodes(len(nodes), len(nodes[0]))
-    found = flat(len(names)) if hybrid_shard is not HybridShard.node else Topology(nodes)
+    found = flat(len(names)) if hybrid is not HybridShard.node else Topology(nodes)
     runs = [tuple(g) for shards in found.shard_groups for _, g in itertools.groupby(shards, key=names.__getitem__)]
     in_levels = exchanges and len(found.shard_groups[0]) <= EXCHANGE_MAX_RANKS and len(runs) > len(found.shard_groups)
     return found._replace(node_groups=nodes if keeps else (), sum_groups=_levels(runs) if in_levels else ())

@@ -41,21 +41,23 @@ class LongSequences(SequenceSteps):
         self.tokens = tokens
         self._check: SequenceCheck | None = None
         self._shared_batches: SharedBatches | None = None
-        if engine is not None and ranks is not None and ranks.tensor.size > 1:
-            self._shared_batches = shared = SharedBatches(engine.comm, ranks.tensor)
-            engine.passes.on_grad = lambda info, grad: shared.note(info.fqn, grad) if info.split is None else None
-        if engine is None or ranks is None or ranks.sequence.size == 1:
+        if engine is None or ranks is None or ranks.same_batch.size == 1:
             super().__init__(module, None)
             return
-        if engine.compiled.are_there:
+        divides = ranks.sequence.size > 1
+        if divides and engine.compiled.are_there:
             raise ConfigError(
                 "zero.sequence_parallel: expected a module that is not compiled (a compiled graph would not call "
                 "the attention that exchanges heads), got a compiled one with "
                 f"zero.sequence_parallel={ranks.sequence.size}. Drop torch.compile, or zero.sequence_parallel."
             )
-        self.group = open_sequence_group(dist.group.WORLD, ranks.sequence, engine.comm.device, engine.comm.waits)
-        super().__init__(module, self.group)
-        self._check = SequenceCheck(module, engine, self, self.group)
+        group = open_sequence_group(dist.group.WORLD, ranks.same_batch, engine.comm.device, engine.comm.waits)
+        super().__init__(module, group if divides else None)
+        if divides:
+            self.group, self._check = group, SequenceCheck(module, engine, self, group)
+        else:
+            self._shared_batches = shared = SharedBatches(group)
+            engine.passes.on_grad = lambda info, grad: shared.note(info.fqn, grad) if info.split is None else None
 
     def check_alike(self, batch: Any) -> None:
         if self.group is not None:

@@ -119,14 +119,14 @@ class Processes:
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
-    def ranks(self) -> Ranks:
-        """Return this rank's place among the ranks of the run, which :attr:`config` divides into groups."""
+    def _ranks(self) -> Ranks:
+        """Return this rank's place in the groups of ranks that :attr:`config` asks for."""
         return Ranks.of(self.global_rank, flat(self._n_ranks), self.config)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Return DistributedSampler's arguments. Ranks that share a sequence or a batch get the same samples."""
-        batch = self.ranks.batch
+        batch = self._ranks.batch
         return {"num_replicas": batch.size, "rank": batch.index}
 
     @property

@@ -351,7 +351,7 @@ class ZeroStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
         self.model = self._setup_model(self.model)
         tokens = StepTokens(self.engine) if self.config.loss is LossMean.tokens else None
         self.engine.passes.sharded_grads.undivided = False  # an earlier run may have been cut off in a step
-        self._sequences = LongSequences(self.model, self.engine, self.ranks, tokens)
+        self._sequences = LongSequences(self.model, self.engine, self._ranks, tokens)
         if fitting:
             saved, self._checkpoints.saved_rng = self._checkpoints.saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)

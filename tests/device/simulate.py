@@ -23,7 +23,7 @@ import lightning_zero
 from lightning_zero.engine.units import capacity
 from lightning_zero.planning.memory import on_tier, peak_bytes
 from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.topology import Ranks, divide
+from lightning_zero.planning.topology import Ranks, over_nodes
 from lightning_zero.settings import HybridShard
 from lightning_zero.trainer.memory.held_bytes import limits_of
 from tests.device.machine import Machine, Tally
@@ -200,7 +200,7 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
     """Train a small model on the machine; ``then`` is called with engine, model and optimizer behind the last step."""
     warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")
     names = [str(rank * case.nodes // case.ranks) for rank in range(case.ranks)]
-    ranks = Ranks.of(0, divide(names, HybridShard[case.settings.get("hybrid_shard", "node")], exchanges=True))
+    ranks = Ranks.of(0, over_nodes(names, HybridShard[case.settings.get("hybrid_shard", "node")], exchanges=True))
     gc.collect()
     gc.disable()  # what garbage is freed when would be another each time
     try:

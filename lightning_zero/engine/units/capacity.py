@@ -26,7 +26,7 @@ from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role, place
 from lightning_zero.planning.memory import Moment
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Budgets, Tier, TierRow, default_budgets, split_by_budget
-from lightning_zero.planning.topology import Ranks, divide, is_even
+from lightning_zero.planning.topology import Ranks, is_even, over_nodes
 from lightning_zero.ranks.peers import machine
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, ZeroConfig
@@ -293,7 +293,7 @@ def find_ranks(
         )
         hybrid_shard = HybridShard.node if fits else HybridShard.flat
     exchanges = any(bucket.dtypes.exchanged for unit in groups for bucket in unit.buckets)
-    return Ranks.of(waits.rank, divide(names, hybrid_shard, exchanges=exchanges), config)
+    return Ranks.of(waits.rank, over_nodes(names, hybrid_shard, exchanges=exchanges), config)
 
 
 def _fits_half(
