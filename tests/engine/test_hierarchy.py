@@ -155,7 +155,7 @@ def test_auto_shards_by_node_where_half_of_the_memory_is_enough() -> None:
 @pytest.mark.full
 @on_ranks(3)
 def test_uneven_nodes() -> None:
-    with pytest.raises(ConfigError, match=r"hybrid_shard=node: .* got 2 on node 0, 1 on node 1"):
+    with pytest.raises(ConfigError, match=r"hybrid_shard='node': .* got 2 on node 0, 1 on node 1"):
         sharded(Model(), 2)
     with sharded(Model(), 2, "auto") as side:
         assert len(side.engine.comm.ranks.topology.shard_groups) == 1
