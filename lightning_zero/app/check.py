@@ -135,7 +135,7 @@ def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
     losses = _losses(model, optimizer, rank, device, row.precision, engine)
     engine.passes.wait_for_all()
     states, held = state_tensors(engine), held_bytes(engine)
-    plan = planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=states, moment=Moment.reduced)
+    plan = planned_bytes(plan_of(engine), engine.comm.shard.index, state_tensors=states, moment=Moment.reduced)
     for role, tier in plan | held:
         # Files are allocated in pages, and staging buffers at the first transfer.
         exact = role is not Role.staging and tier is not Tier.nvme

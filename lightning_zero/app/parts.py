@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_zero.app.instantiate import build, build_all, check_values, is_first
 from lightning_zero.app.schema import Task, TrainConfig
-from lightning_zero.planning.topology import check_groups
+from lightning_zero.planning.topology import Ranks, flat
 from lightning_zero.settings import ConfigError, Precision, check_installed, nearest
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) 
     from lightning_zero.data.text import TextData
 
     n = config.zero.sequence_parallel
-    check_groups(config.zero, world_size)
+    ranks = Ranks.of(0, flat(world_size), config.zero)
     if config.data.get("_target_") not in OUR_DATA:
         return
     block_size = config.data["block_size"]
@@ -148,4 +148,4 @@ def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) 
             f"sequence, got {block_size}. Change data.block_size or zero.sequence_parallel."
         )
     if config.task is Task.fit and isinstance(data, (TextData, SyntheticData)):
-        data.check(world_size // n // config.zero.tensor_parallel)
+        data.check(ranks.batch.size)

@@ -36,7 +36,7 @@ from lightning_zero.comm.reduction import Pending, Reduction
 from lightning_zero.comm.transports import Members, Sent, all_gather_single, choose_transport
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.device.streams import Streams
-from lightning_zero.planning.topology import Topology, flat
+from lightning_zero.planning.topology import Ranks, Topology, flat
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.ranks.waits import Waits
 
@@ -59,11 +59,8 @@ class Communicator:
     """Runs the collectives of one engine over one group.
 
     Attributes:
-        shard_rank, shard_size: this rank's index, and the number of ranks, in the group that shares shards.
-        node_rank, node_size: the same in the group of this node that keeps slices for the backward; 0: no such group.
-        sum_rank, sum_size: the same in the group of this node that sums exchanged gradients first; 0: no such group.
-        replica: index of the copy of all shards to which this rank's shard belongs.
-        part: index of this rank's parameters if shard groups have parameters of their own, else 0.
+        ranks: this rank's place in each group of ranks, and what gradients are divided by.
+        shard, replicate: the ranks that share shards, and those that have the same shards, from ``ranks``.
         queues: whether messages are queued on streams of the device, so that the host waits for none.
     """
 
@@ -76,7 +73,7 @@ class Communicator:
         device: torch.device,
         *,
         stall_timeout_s: float = 300.0,
-        topology: Topology | None = None,
+        ranks: Ranks | None = None,
         waits: Waits | None = None,
         long_work: LongWork = SILENT,
         beside: Communicator | None = None,
@@ -85,25 +82,17 @@ class Communicator:
 
         Args:
             beside: a communicator of the same engine, whose streams and counts this one shares; see :meth:`over`.
-            topology: default: one node, shards divided among all ranks.
+            ranks: default: one node, shards divided among all ranks.
             waits: this rank's :class:`Waits`, if it has one already; None: make one.
             long_work: shows the progress of long work between ranks.
         """
         self.device = device
         self._parent = group
-        self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.topology = topology if topology is not None else flat(self.world_size)
-        shards = self.topology.shard_group_of(self.rank)
-        self.shard_rank, self.shard_size = shards.index(self.rank), self.topology.shard_size
-        neighbours = self.topology.node_group_of(self.rank)
-        self.node_rank, self.node_size = (neighbours.index(self.rank), len(neighbours)) if neighbours else (0, 0)
-        number = self.topology.shard_groups.index(shards)
-        self.replica, self.part = (0, number) if self.topology.apart else (number, 0)
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
-        summing = self.topology.sum_group_of(self.rank)
-        self.sum_rank, self.sum_size = (summing.index(self.rank), len(summing)) if summing else (0, 0)
-        self.waits.all_take_part = len(self.topology.shard_groups) == 1 and not (neighbours or summing)
+        ranks = ranks if ranks is not None else Ranks.of(self.waits.rank, flat(self.waits.world_size))
+        self.rank, self.world_size, self.ranks = ranks.rank, ranks.world_size, ranks
+        self.shard, self.replicate = ranks.shard, ranks.replicate
+        self.waits.all_take_part = ranks.shard.size == ranks.world_size and not (ranks.node.size or ranks.sum.size)
         self.streams: Streams = beside.streams if beside is not None else Streams(accelerator_of(device))
         self._new = partial(Pending, self.streams, self.waits)  # a handle of an operation
         self.queues = self.streams.are_there
@@ -111,27 +100,24 @@ class Communicator:
         # Logical operations by kind and bucket, and functions that are called with these when one is issued.
         self.counts: Counter[tuple[str, str]] = beside.counts if beside is not None else Counter()
         self.observers: list[Callable[[str, str], None]] = beside.observers if beside is not None else []
-        self.grad_divisor = self.world_size  # what sums of gradients are divided by: one batch on each rank
         self._beside: dict[Topology, Communicator] = {}
         self._units: list[tuple[Sends, ...]] = []
         self.even_alone = group is not None and even_alone()
         if self.world_size > 1 or self.even_alone:
             backend = backend_for(group, device)
-            self._transport = choose_transport(backend, self.shard_size, device)
+            self._transport = choose_transport(backend, self.shard.size, device)
             self.queues = self.streams.are_there and not self._transport.waits_on_host
-            self._kind = GroupKind(self.topology, backend, self.queues, self.even_alone, self.waits.stall_timeout_s)
-            self._groups = GROUP_POOL.take_groups(group, self, self._kind, self.waits)
+            self._kind = GroupKind(ranks.topology, backend, self.queues, self.even_alone, self.waits.stall_timeout_s)
+            self._groups = GROUP_POOL.take_groups(group, self, ranks, self._kind, self.waits)
 
-    def over(self, topology: Topology, grad_divisor: int) -> Communicator:
-        """Return a communicator of the same ranks for buckets with another ``topology``. Collective if that is new.
-        Only gathers and reductions differ: agreements and small messages still go over all ranks. ``grad_divisor``:
-        what sums of gradients are divided by, the number of batches that ranks compute at a time."""
-        if topology not in self._beside:
-            self._beside[topology] = Communicator(
-                self._parent, self.device, topology=topology, waits=self.waits, long_work=self.long_work, beside=self
+    def over(self, ranks: Ranks) -> Communicator:
+        """Return a communicator of the same ranks for buckets with another topology. Collective if that is new. Only
+        gathers and reductions differ: agreements and small messages still go over all ranks."""
+        if ranks.topology not in self._beside:
+            self._beside[ranks.topology] = Communicator(
+                self._parent, self.device, ranks=ranks, waits=self.waits, long_work=self.long_work, beside=self
             )
-            self._beside[topology].grad_divisor = grad_divisor
-        return self._beside[topology]
+        return self._beside[ranks.topology]
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
         """Send each kind of message that passes will send for ``units`` once, and drop the results. Collective. NCCL
@@ -145,11 +131,11 @@ class Communicator:
         self.broadcast(number, among="gather")
         self.broadcast(number, among="reduce")
         if self.exchanges:  # each pair of ranks is connected at its first message
-            ones = [1] * self.shard_size
-            self.exchange_parts(self._zeros(self.shard_size, torch.uint8), ones, ones, _FIRST).wait()
+            ones = [1] * self.shard.size
+            self.exchange_parts(self._zeros(self.shard.size, torch.uint8), ones, ones, _FIRST).wait()
         for unit in self._units:
             gathered = [(one.numel, one.gathered) for one in unit if one.gathered is not None]
-            for of_node in (False, True) if self.node_size else (False,):
+            for of_node in (False, True) if self.ranks.node.size else (False,):
                 if gathered:
                     fulls = [(self._zeros(*one), _FIRST) for one in gathered]
                     self.all_gather_together(fulls, of_node=of_node).wait()
@@ -172,8 +158,8 @@ class Communicator:
     # -- logical operations -------------------------------------------------------------------------------------
 
     def all_gather(self, full: Tensor, label: str, *, of_node: bool = False) -> Pending:
-        """Fill ``full`` [shard_size * n] with every rank's slice, in place; this rank's is filled already. Collective.
-        With ``of_node``, gather the slices of this node's ranks instead, [node_size * n]. All nodes must do so."""
+        """Fill ``full`` [shard.size * n] with every rank's slice, in place; this rank's is filled already. Collective.
+        With ``of_node``, gather the slices of this node's ranks instead, [node.size * n]. All nodes must do so."""
         self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
@@ -186,7 +172,7 @@ class Communicator:
     def reduce_scatter(
         self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
     ) -> Reduction:
-        """Sum ``full`` [shard_size * n] over all ranks, times ``factor``; return this rank's slice [n]. Collective.
+        """Sum ``full`` [shard.size * n] over all ranks, times ``factor``; return this rank's slice [n]. Collective.
         Overwrites ``full``. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends narrower parts and adds them
         in this dtype, in an order that does not depend on the dtype of the parts."""
         self._count("reduce_scatter", label, full, total_dtype)
@@ -203,7 +189,7 @@ class Communicator:
         """Copy ``shard`` to this rank's slice of ``full``, or of a new buffer if dtypes differ; return that."""
         if shard.dtype != full.dtype:
             full = torch.empty_like(full, dtype=shard.dtype)
-        own = full.view(self.shard_size, -1)[self.shard_rank]
+        own = full.view(self.shard.size, -1)[self.shard.index]
         if own.untyped_storage()._cdata != shard.untyped_storage()._cdata:  # else the sum was written there
             own.copy_(shard)
         return full
@@ -216,7 +202,7 @@ class Communicator:
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1
         self.waits.asked[label] += 1
-        recording.moved("reduce", out.nbytes - out_sizes[self.shard_rank])
+        recording.moved("reduce", out.nbytes - out_sizes[self.shard.index])
         self._note("all_to_all", label)
         with self.streams.on("reduce") as stream:
             span = recording.begin("reduce", label, on_host=not self.queues)
@@ -243,7 +229,7 @@ class Communicator:
         before = self._groups
         assert before is not None
         before.user = lambda: None
-        self._groups = GROUP_POOL.take_groups(self._parent, self, self._kind, self.waits)
+        self._groups = GROUP_POOL.take_groups(self._parent, self, self.ranks, self._kind, self.waits)
         if self._groups is not before:
             self.connect(self._units)
 
@@ -265,10 +251,8 @@ class Communicator:
         host = self._transport.waits_on_host
         data = (tensor.cpu() if host else tensor).contiguous()
         flat_bytes = data.view(-1).view(torch.uint8)  # backends do not support every integer type
-        group = self.topology.shard_group_of(src)
-        place = group.index(src)
-        if self._groups.replicate is not None and self.shard_rank == place:
-            replica = self.topology.shard_groups.index(group)
+        replica, place = self.ranks.topology.place_of(src)
+        if self._groups.replicate is not None and self.shard.index == place:
             self._wait_broadcast(flat_bytes, replica, self._groups.replicate, "reduce")
         if (shards := getattr(self._groups, among)) is not None:
             self._wait_broadcast(flat_bytes, place, shards, among)
@@ -348,15 +332,9 @@ class Communicator:
             return self._pending(kind, label, sent.works, sent.finish, stream, span)
 
     def _members(self, group: str) -> Members:
-        assert self._groups is not None
-        if group == "node_gather":
-            return Members(self.node_rank, self.node_size, self._groups.node_gather)
-        if group == "node_sum":
-            return Members(self.sum_rank, self.sum_size, self._groups.node_sum)
-        if group == "across":
-            nodes = self.shard_size // self.sum_size
-            return Members(self.shard_rank // self.sum_size, nodes, self._groups.across)
-        return Members(self.shard_rank, self.shard_size, getattr(self._groups, group))
+        of_node = {"node_gather": self.ranks.node, "node_sum": self.ranks.sum, "across": self.ranks.across}
+        ranks = of_node.get(group, self.shard)
+        return Members(ranks.index, ranks.size, getattr(self._groups, group))
 
     def _reduce(
         self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
@@ -364,7 +342,7 @@ class Communicator:
         """Issue the sum over the ranks that share shards and, with streams, also the messages that follow it. Those
         messages are a sum over nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait
         for the first sum, so all ranks issue all messages in the order of reductions."""
-        in_levels = total_dtype is not None and self.sum_size > 0
+        in_levels = total_dtype is not None and self.ranks.sum.size > 0
         if self._groups is None:
             same = lambda: full if factor == 1.0 else full.mul_(factor)  # noqa: E731
             return Reduction(self._new(label, [], same, kind="reduce"))
@@ -401,7 +379,7 @@ class Communicator:
     def _sum_in_node(self, full: Tensor, total_dtype: torch.dtype | None) -> Sent:
         """Sum ``full`` over the ranks of this node that share shards, by a message for the slices of each node. The
         result [nodes * n] has one of these slices for each node. :meth:`_sum_nodes` gives each node its own."""
-        slices, among = full.chunk(self.shard_size // self.sum_size), self._members("node_sum")
+        slices, among = full.chunk(self.ranks.across.size), self._members("node_sum")
         send = partial(self._transport.reduce, total_dtype=total_dtype)
         if self.queues:  # sum at once, so that the next message is received in the same memory
             sums = torch.cat([self._finish_in_stream(send(of_node, among)) for of_node in slices])
@@ -447,8 +425,7 @@ class Communicator:
     def _issue_sum(self, shard: Tensor, *, async_op: bool = True) -> Any:
         assert self._groups is not None
         self._groups.issued["replicate"] += 1
-        replicas = self.world_size // self.shard_size
-        recording.moved("reduce", 2 * (shard.nbytes - shard.nbytes // replicas))
+        recording.moved("reduce", 2 * (shard.nbytes - shard.nbytes // self.replicate.size))
         return dist.all_reduce(shard, group=self._groups.replicate, async_op=async_op)
 
     def _pending(
@@ -518,7 +495,7 @@ class Communicator:
             self.counts[kind, label] += 1
             self.waits.asked[label] += 1
             # Bytes that one rank receives: every slice but its own, once for each half.
-            others = full.numel() - full.numel() // (self.node_size if of_node else self.shard_size)
+            others = full.numel() - full.numel() // (self.ranks.node if of_node else self.shard).size
             if kind != "all_gather":
                 recording.moved("reduce", self._summed_nbytes(full, total_dtype))
             if kind != "reduce_scatter":
@@ -528,10 +505,10 @@ class Communicator:
 
     def _summed_nbytes(self, full: Tensor, total_dtype: torch.dtype | None) -> int:
         """Return the bytes that this rank receives for its slice of the sum of ``full``, without sums over replicas."""
-        if total_dtype is None or not self.sum_size:
-            return full.nbytes - full.nbytes // self.shard_size
-        column = full.numel() // self.sum_size
-        across = column - full.numel() // self.shard_size
+        if total_dtype is None or not self.ranks.sum.size:
+            return full.nbytes - full.nbytes // self.shard.size
+        column = full.numel() // self.ranks.sum.size
+        across = column - full.numel() // self.shard.size
         return (full.numel() - column) * full.itemsize + across * total_dtype.itemsize
 
     def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:

@@ -22,7 +22,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from lightning_zero.planning.topology import Topology, rounds_of
+from lightning_zero.planning.topology import Ranks, Topology, rounds_of
 from lightning_zero.ranks.waits import Waits
 
 # Timeout of messages on a device: long, because other ranks may queue messages while one works alone; finite, because
@@ -86,29 +86,24 @@ class Groups:
         return [self.issued[kind] for kind in OPERATIONS]
 
     @classmethod
-    def create(cls, parent: Any, kind: GroupKind) -> Groups:
-        rank, ranks = dist.get_rank(parent), dist.get_process_group_ranks(parent)
-        shards = [ranks[r] for r in kind.topology.shard_group_of(rank)]
-        replicas = [ranks[r] for r in kind.topology.replicate_group_of(rank)]
-        neighbours = [ranks[r] for r in kind.topology.node_group_of(rank)]
-        first = [ranks[r] for r in kind.topology.sum_group_of(rank)]
-        then = [ranks[r] for r in kind.topology.across_group_of(rank)] if first else []
+    def create(cls, parent: Any, ranks: Ranks, kind: GroupKind) -> Groups:
+        of_job = dist.get_process_group_ranks(parent)
 
         def new(members: Sequence[int], name: str, backend: str = kind.backend) -> Any:
-            wanted = len(members) > 1 or kind.even_alone
-            return make_group(members, name, backend, kind.stall_timeout_s) if wanted else None
+            wanted = len(members) > (0 if kind.even_alone else 1)
+            return make_group([of_job[r] for r in members], name, backend, kind.stall_timeout_s) if wanted else None
 
         # All ranks make their groups in this order. Making one is a collective, so another order would hang.
-        control = new(ranks, "control", host_backend(parent))
-        rounds = [[ranks[r] for r in members] for members in rounds_of(rank, len(ranks))]
+        control = new(range(ranks.world_size), "control", host_backend(parent))
+        rounds = rounds_of(ranks.rank, ranks.world_size)
         return cls(
-            new(shards, "gather"),
-            new(shards, "reduce"),
-            None if kind.in_streams else new(shards, "second half"),
-            new(replicas, "replicate") if len(replicas) > 1 else None,
-            new(neighbours, "node gather") if neighbours else None,
-            new(first, "node reduce") if first else None,
-            new(then, "across reduce") if first else None,
+            new(ranks.shard.ranks, "gather"),
+            new(ranks.shard.ranks, "reduce"),
+            None if kind.in_streams else new(ranks.shard.ranks, "second half"),
+            new(ranks.replicate.ranks, "replicate") if ranks.replicate.size > 1 else None,
+            new(ranks.node.ranks, "node gather"),
+            new(ranks.sum.ranks, "node reduce"),
+            new(ranks.across.ranks, "across reduce"),
             control,
             [new(some, "round", host_backend(parent)) for some in rounds] if len(rounds) > 1 else [control],
         )
@@ -180,12 +175,12 @@ class GroupPool:
             self._parents.append(found)
         return found
 
-    def take_groups(self, group: Any, user: object, kind: GroupKind, waits: Waits) -> Groups:
+    def take_groups(self, group: Any, user: object, ranks: Ranks, kind: GroupKind, waits: Waits) -> Groups:
         parent = self.parent(group)
         made = [groups for known, groups in parent.made if known == kind]
-        free = self._free(made, parent.agreement, dist.get_world_size(group), waits)
+        free = self._free(made, parent.agreement, ranks.world_size, waits)
         if free is None:
-            free = Groups.create(group, kind)
+            free = Groups.create(group, ranks, kind)
             parent.made.append((kind, free))
         free.user = ref(user)
         return free

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_zero.comm.agreements import gather_objects, gather_on
 from lightning_zero.comm.groups import backend_for, host_backend, make_group
 from lightning_zero.device import recording
-from lightning_zero.planning.topology import sequence_group_of
+from lightning_zero.planning.topology import Group
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError
 
@@ -33,13 +33,13 @@ class SequenceGroup:
     """Sends messages among the ranks that share a sequence with this rank. ``rank``: this rank's index among them.
     ``size``: their number. ``counts``: messages by kind. ``waits``: limits how long this rank waits for the others."""
 
-    def __init__(self, parent: Any, size: int, device: torch.device, waits: Waits) -> None:
-        """Make the group's process groups, and connect its ranks if they train on devices. Collective."""
-        ranks = dist.get_process_group_ranks(parent)
-        members = [ranks[r] for r in sequence_group_of(dist.get_rank(parent), size)]
+    def __init__(self, parent: Any, ranks: Group, device: torch.device, waits: Waits) -> None:
+        """Make process groups of ``ranks``, and connect these ranks if they train on devices. Collective."""
+        of_job = dist.get_process_group_ranks(parent)
+        members = [of_job[rank] for rank in ranks.ranks]
         backend = backend_for(parent, device)
-        self.parent, self.size, self.device, self.waits = parent, size, device, waits
-        self.rank = dist.get_rank(parent) % size
+        self.parent, self.ranks, self.device, self.waits = parent, ranks, device, waits
+        self.rank, self.size = ranks.index, ranks.size
         self.counts: Counter[str] = Counter()
         self._through_host = backend == "gloo" and device.type != "cpu"
         self._group = make_group(members, "sequence", backend, waits.stall_timeout_s)
@@ -47,7 +47,7 @@ class SequenceGroup:
         if device.type != "cpu":
             # Connect ranks now. At the first message of a group NCCL makes the host wait for the other ranks, which in
             # the middle of a step may be waiting for another message of this rank.
-            self.exchange(torch.zeros(size, 1, device=device))
+            self.exchange(torch.zeros(self.size, 1, device=device))
             self.sum_(torch.zeros(1, device=device))
 
     @property
@@ -101,18 +101,17 @@ class SequenceGroup:
 _made: list[SequenceGroup] = []  # for reuse, because torch never frees groups
 
 
-def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Waits) -> SequenceGroup:
-    """Return this rank's group: an old one if its ranks have sent equally many messages, else a new one. Collective.
+def open_sequence_group(parent: Any, ranks: Group, device: torch.device, waits: Waits) -> SequenceGroup:
+    """Return the group of ``ranks``: an old one if they have sent equally many messages, else a new one. Collective.
     After an exception these counts can differ. Then one rank's new message would be matched with another's old one."""
-    made = [g for g in _made if g.parent is parent and g.size == size and g.device == device]
+    made = [g for g in _made if g.parent is parent and g.ranks == ranks and g.device == device]
     issued, what = [g.issued for g in made], "the groups of zero.sequence_parallel"
     table = gather_objects(parent, issued, waits, what, patient=True)
     for index, group in enumerate(made):
-        counts = [row[index] for row in table]
-        if all(len(set(counts[first : first + size])) == 1 for first in range(0, len(counts), size)):
+        if len({table[rank][index] for rank in ranks.ranks}) == 1:
             group.waits = waits
             return group
-    _made.append(SequenceGroup(parent, size, device, waits))
+    _made.append(SequenceGroup(parent, ranks, device, waits))
     return _made[-1]
 
 

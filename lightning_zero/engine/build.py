@@ -208,8 +208,8 @@ class Core:
                 find = partial(sources_from, config.init_from, module, warn=warn, only_meta=has_values)
                 sources = {**together(group, waits, "finding first values", find), **sources}
             agree_on_sources(sources, group, waits)
-            topology = capacity.find_topology(groups, config, group, device, node, waits)
-            self.comm = Communicator(group, device, topology=topology, waits=waits, long_work=long_work)
+            ranks = capacity.find_ranks(groups, config, group, device, node, waits)
+            self.comm = Communicator(group, device, ranks=ranks, waits=waits, long_work=long_work)
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             self.tiers, rows = capacity.make_tiers(groups, config, self.comm, instances(), share)
             self.units = Units(build_units(module, groups, config, self.comm, rows, self.tiers, sources))

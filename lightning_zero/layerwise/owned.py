@@ -45,11 +45,11 @@ class WholeTensor:
     @property
     def travels(self) -> bool:
         """Return whether the tensor's shards are on several ranks."""
-        return self.bucket.plan.shards_master and self.bucket.comm.shard_size > 1
+        return self.bucket.plan.shards_master and self.bucket.comm.shard.size > 1
 
     @property
     def is_owner(self) -> bool:
-        return self.owner == self.bucket.comm.shard_rank
+        return self.owner == self.bucket.comm.shard.index
 
     @property
     def is_here(self) -> bool:

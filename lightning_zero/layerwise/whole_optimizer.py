@@ -82,7 +82,7 @@ class WholeOptimizer(Stepper):
 
         @lru_cache(MOST_ROUTES)  # the set of parameters with gradients may change from step to step
         def find(buckets: tuple[Bucket, ...], transfers: tuple[Transfer, ...]) -> Route:
-            return find_route(transfers, [bucket.layout for bucket in buckets], comm.shard_rank)
+            return find_route(transfers, [bucket.layout for bucket in buckets], comm.shard.index)
 
         self._find_route = find
         self._patch()
@@ -194,7 +194,7 @@ class WholeOptimizer(Stepper):
                     if tensor.is_here:
                         values.copy_(own[slot, leaf.name])
                     if tensor.travels:  # broadcast by the owner in the first replica
-                        bucket.comm.broadcast(values, bucket.comm.topology.shard_groups[0][tensor.owner])
+                        bucket.comm.broadcast(values, bucket.comm.ranks.topology.shard_groups[0][tensor.owner])
                     yield slot, leaf, values
 
     def has_stepped(self, bucket: Bucket) -> bool:
@@ -266,7 +266,7 @@ class WholeOptimizer(Stepper):
         nbytes = [t.info.numel * t.bucket.dtypes.grad.itemsize for t in wanted]
         messages = split_messages(nbytes, [t.bucket.plan.unit for t in wanted], self._message_nbytes)
         costs = [matrix_work(t.info.shape) for t in wanted]
-        owners = choose_owners(costs, self._comm.shard_size, [t.owner if t is not None else None for t in known])
+        owners = choose_owners(costs, self._comm.shard.size, [t.owner if t is not None else None for t in known])
         for tensor, owner in zip(wanted, owners, strict=True):
             tensor.owner = owner
         self.owned.replace_tensors(wanted)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -20,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.mesh.split import Run, Split
+from lightning_zero.planning.topology import Group
 from lightning_zero.settings import ConfigError
 
 _SPLITS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -53,16 +53,16 @@ def saved_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def localize(
-    module: nn.Module, sizes: Mapping[str, int], stays_local: Callable[[str], StaysLocal | None] = lambda _: None
+    module: nn.Module, groups: Mapping[str, Group], stays_local: Callable[[str], StaysLocal | None] = lambda _: None
 ) -> None:
     """Replace the DTensor parameters of ``module`` by plain leaves, in place.
 
     Args:
-        sizes: the number of ranks among which parameters may be split, by the name of the mesh, a setting's.
+        groups: the ranks among which parameters may be split, by the name of the mesh, a setting's.
         stays_local: returns for a module's name a function that tells before each forward whether that module computes
             with plain tensors, or None if it never does.
 
-    Raises ConfigError for a DTensor over another mesh than one of so many ranks, and for unequal parts.
+    Raises ConfigError for a DTensor over another mesh than one of these ranks, and for unequal parts.
     """
     made: dict[int, nn.Parameter] = {}
     for name, inner in module.named_modules():
@@ -70,7 +70,7 @@ def localize(
         prefix = f"{name}." if name else ""
         for key, param in list(inner._parameters.items()):
             if isinstance(param, DTensor):
-                layouts[key] = _layout(f"{prefix}{key}", param, sizes)
+                layouts[key] = _layout(f"{prefix}{key}", param, groups)
                 if id(param) not in made:
                     made[id(param)] = _leaf(f"{prefix}{key}", param, layouts[key])
                 inner._parameters[key] = made[id(param)]
@@ -87,11 +87,10 @@ def localize(
             inner.register_forward_hook(partial(_lower, tuple(layouts)), always_call=True)
 
 
-def _layout(name: str, param: DTensor, sizes: Mapping[str, int]) -> _Layout:
-    mesh = param.device_mesh
-    first = dist.get_rank() // mesh.size() * mesh.size()
+def _layout(name: str, param: DTensor, groups: Mapping[str, Group]) -> _Layout:
+    mesh, sizes = param.device_mesh, {key: group.size for key, group in groups.items() if group.size > 1}
     (by,) = mesh.mesh_dim_names if mesh.ndim == 1 and mesh.mesh_dim_names is not None else [""]
-    if mesh.size() != sizes.get(by) or mesh.mesh.tolist() != [*range(first, first + mesh.size())]:
+    if by not in sizes or mesh.mesh.tolist() != [*groups[by].ranks]:
         wanted = " or ".join(f"self.device_mesh[{key!r}]" for key in sizes)
         raise ConfigError(
             f"parameter {name} is a DTensor over ranks {mesh.mesh.tolist()} (mesh {by!r}): expected {wanted}, of "

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from lightning_zero.mesh.local_leaves import StaysLocal, localize, sizes_of
-from lightning_zero.planning.topology import check_groups
+from lightning_zero.planning.topology import Ranks, flat
 from lightning_zero.settings import ConfigError, TensorStyle, ZeroConfig
 
 
@@ -56,7 +56,8 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
         return
     if not config.splits:
         return
-    check_groups(config, dist.get_world_size() if dist.is_initialized() else 1)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = Ranks.of(rank, flat(world_size), config)
     mesh = device_mesh(device.type, tensor)["tensor_parallel"]
     stays_local: dict[str, StaysLocal] = {}
     is_split = any(isinstance(param, DTensor) for param in module.parameters())
@@ -79,7 +80,7 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
             experts = device_mesh(device.type, expert, "expert_parallel")["expert_parallel"]
             stays_local = _by_transformers(module, mesh, experts, config.splits)
         _tie_again(ties)
-    localize(module, sizes, stays_local.get)
+    localize(module, {"tensor_parallel": ranks.tensor, "expert_parallel": ranks.expert}, stays_local.get)
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@
     placement     each stage's placement of roles, each offload setting's tier of roles
     buckets       the plan of one bucket: where each role's memory is between steps
     state_dtype   size of resting optimizer state
-    topology      which ranks share shards
+    topology      which ranks share what: groups of ranks, and this rank's index in each
     schedule      the order of gathers, and prefetching
     owners        which rank steps which tensor whole, and the messages for that
     tensor_states optimizer state of tensors that are stepped whole

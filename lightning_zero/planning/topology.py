@@ -1,4 +1,7 @@
-"""Decide which ranks share shards: all (flat), or those of one node (hybrid sharding).
+"""Which ranks do something together, and where this rank is among them. All arithmetic on ranks is in this file.
+
+:class:`Ranks` is this rank's place in each group, and what gradients are divided by. A :class:`Topology` decides which
+ranks share shards: all (flat), or those of one node (hybrid sharding).
 
 ::
 
@@ -17,50 +20,94 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_zero.settings import ConfigError, ZeroConfig
+from lightning_zero.settings import ConfigError, HybridShard, ZeroConfig
 
+PARALLEL_KEYS = ("sequence_parallel", "tensor_parallel", "expert_parallel")
 EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would be too small
 
 
 class Topology(NamedTuple):
-    """The groups of ranks that share shards, that together keep gathered units, and that sum gradients first."""
+    """The groups of ranks that share shards, that together keep gathered units, and that sum gradients first. Equal on
+    all ranks."""
 
     shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
     node_groups: tuple[tuple[int, ...], ...] = ()  # empty: units are not kept
     apart: bool = False  # each shard group has parameters of its own; False: a copy of the same parameters
     sum_groups: tuple[tuple[int, ...], ...] = ()  # adjacent ranks of a shard group, on one node; empty: one level
 
-    @property
-    def shard_size(self) -> int:
-        return len(self.shard_groups[0])
-
-    def shard_group_of(self, rank: int) -> tuple[int, ...]:
-        return next(group for group in self.shard_groups if rank in group)
-
-    def node_group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that keep units for the backward together with ``rank``; empty if units are not kept."""
-        return next((group for group in self.node_groups if rank in group), ())
-
-    def replicate_group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that hold the same shards as ``rank``, including ``rank``."""
-        place = self.shard_group_of(rank).index(rank)
-        return (rank,) if self.apart else tuple(group[place] for group in self.shard_groups)
-
-    def sum_group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of this node that sum exchanged gradients first; empty if all sum them at once."""
-        return next((group for group in self.sum_groups if rank in group), ())
-
-    def across_group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks, one of each node, that add up what the ranks of their nodes have summed."""
-        place, shards = self.sum_group_of(rank).index(rank), self.shard_group_of(rank)
-        return tuple(group[place] for group in self.sum_groups if group[0] in shards)
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Return the index of the shard group of ``rank``, and the index of ``rank`` in that group."""
+        return next((number, group.index(rank)) for number, group in enumerate(self.shard_groups) if rank in group)
 
     @property
     def same_params(self) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that have the same parameters: one of all ranks, unless ``apart``."""
         return self.shard_groups if self.apart else (tuple(sorted(sum(self.shard_groups, ()))),)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that do something together, in order, and this rank's index among them. ``size`` 0: there is no group."""
+
+    ranks: tuple[int, ...]
+    index: int
+    size: int
+
+
+class Ranks(NamedTuple):
+    """This rank's place in each group of ranks. Hand this value to whoever needs a rank or a number of ranks."""
+
+    rank: int
+    world_size: int
+    topology: Topology
+    batch: Group  # one rank for each batch that ranks compute at a time: ``index`` is the number of this rank's batch
+    same_batch: Group  # adjacent ranks that get one batch: those of ``sequence`` or ``tensor``
+    sequence: Group  # adjacent ranks that divide each sequence of their batch
+    tensor: Group  # adjacent ranks that have parts of large matrices
+    expert: Group  # adjacent ranks that divide the experts of a mixture
+    parts: Group  # adjacent ranks that have the parts of these parameters, by ``tensor`` or ``expert``; size 1: whole
+    shard: Group  # ranks that share shards, in shard order
+    replicate: Group  # ranks that have the same shards: ``index`` is the number of this rank's replica
+    node: Group  # ranks of a node that together keep gathered units for the backward; size 0: units are not kept
+    sum: Group  # ranks of a node that sum exchanged gradients first; size 0: all ranks sum them at once
+    across: Group  # ranks, one of each node, that add up these sums
+    # What a sum of gradients is divided by. Whole parameters: all ranks, since those with the same batch add equal
+    # gradients, or gradients of their parts of a sequence that count ``size`` times. Parameters in parts: all batches,
+    # since the ranks with one part of a matrix have each batch once, and experts receive the tokens of all ranks.
+    grad_divisor: int
+
+    @classmethod
+    def of(cls, rank: int, topology: Topology, config: ZeroConfig | None = None) -> Ranks:
+        """Find the place of ``rank``. ``config``: says which ranks share batches, matrices and experts; None: none do.
+        Raises ConfigError if the ranks cannot be divided in this way."""
+        world_size = sum(map(len, topology.shard_groups))
+        check_groups(config, world_size)
+        sequence, tensor, expert = (_adjacent(rank, getattr(config, key, 1)) for key in PARALLEL_KEYS)
+        same_batch = sequence if sequence.size > 1 else tensor  # settings refuse both
+        batch = _group_of(rank, range(same_batch.index, world_size, same_batch.size))
+        parts = _adjacent(rank, len(topology.shard_groups) if topology.apart else 1)
+        shard = _group_of(rank, *topology.shard_groups)
+        copies = [rank] if topology.apart else [group[shard.index] for group in topology.shard_groups]
+        node, first = _group_of(rank, *topology.node_groups), _group_of(rank, *topology.sum_groups)
+        across = _group_of(rank, [group[first.index] for group in topology.sum_groups if group[0] in shard.ranks])
+        of_shards = shard, _group_of(rank, copies), node, first, across
+        grad_divisor = batch.size if topology.apart else world_size
+        return cls(
+            rank, world_size, topology, batch, same_batch, sequence, tensor, expert, parts, *of_shards, grad_divisor
+        )
+
+
+def _group_of(rank: int, *groups: Sequence[int]) -> Group:
+    ranks = next((tuple(group) for group in groups if rank in group), ())
+    return Group(ranks, ranks.index(rank) if ranks else 0, len(ranks))
+
+
+def _adjacent(rank: int, size: int) -> Group:
+    first = rank - rank % size
+    return _group_of(rank, range(first, first + size))
 
 
 def flat(world_size: int) -> Topology:
@@ -74,35 +121,33 @@ def by_part(all_ranks: Topology, parts: int) -> Topology:
     return Topology(tuple(ranks[part::parts] for part in range(parts)), apart=True, sum_groups=_levels(sum_groups))
 
 
-def in_levels(topology: Topology, names: Sequence[str]) -> Topology:
-    """Let ranks that share shards sum exchanged gradients within nodes first. ``names``: the node of each rank."""
-    found = [tuple(g) for shards in topology.shard_groups for _, g in itertools.groupby(shards, key=names.__getitem__)]
-    return topology._replace(sum_groups=_levels(found) if len(found) > len(topology.shard_groups) else ())
+def over_nodes(names: Sequence[str], hybrid: HybridShard = HybridShard.flat, *, exchanges: bool = False) -> Topology:
+    """Divide shards as ``zero.hybrid_shard=hybrid`` says. Raises ConfigError if that does not fit the nodes.
+
+    Args:
+        names: the node of each rank.
+        exchanges: whether gradients are exchanged. Then ranks of a node sum them first, if several nodes share shards.
+    """
+    nodes = tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names))
+    if hybrid is not HybridShard.flat and not is_even(names):
+        counts = ", ".join(f"{count} on {name}" for name, count in Counter(names).items())
+        raise ConfigError(
+            f"zero.hybrid_shard={hybrid.name}: expected the same number of ranks on every node, got {counts}. "
+            "Start as many on each, or set zero.hybrid_shard=flat."
+        )
+    keeps = hybrid is HybridShard.node_backward
+    if keeps:
+        check_nodes(len(nodes), len(nodes[0]))
+    found = flat(len(names)) if hybrid is not HybridShard.node else Topology(nodes)
+    runs = [tuple(g) for shards in found.shard_groups for _, g in itertools.groupby(shards, key=names.__getitem__)]
+    in_levels = exchanges and len(found.shard_groups[0]) <= EXCHANGE_MAX_RANKS and len(runs) > len(found.shard_groups)
+    return found._replace(node_groups=nodes if keeps else (), sum_groups=_levels(runs) if in_levels else ())
 
 
 def _levels(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Return ``groups`` if all have the same number of ranks, more than one; else nothing."""
     sizes = {len(group) for group in groups}
     return tuple(groups) if len(sizes) == 1 and sizes != {1} else ()
-
-
-def by_node(names: Sequence[str], hybrid_shard: str = "node") -> Topology:
-    """Let the ranks of a node share shards. ``names``: each rank's node. Raises ConfigError if nodes are unequal."""
-    if not is_even(names):
-        counts = ", ".join(f"{count} on {name}" for name, count in Counter(names).items())
-        raise ConfigError(
-            f"zero.hybrid_shard={hybrid_shard}: expected the same number of ranks on every node, got {counts}. "
-            "Start as many on each, or set zero.hybrid_shard=flat."
-        )
-    return Topology(tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names)))
-
-
-def within_nodes(names: Sequence[str]) -> Topology:
-    """Shard over all ranks, but keep units for the backward within nodes. Raises ConfigError if that has no effect, as
-    with one node. ``names``: the node of each rank."""
-    nodes = by_node(names, "node_backward").shard_groups
-    check_nodes(len(nodes), len(nodes[0]))
-    return Topology(flat(len(names)).shard_groups, nodes)
 
 
 def check_nodes(nodes: int, ranks: int) -> None:
@@ -137,19 +182,10 @@ def rounds_of(rank: int, world_size: int) -> list[list[int]]:
     return found
 
 
-# -- ranks that share a sequence --------------------------------------------------------------------------------------
-
-
-def sequence_group_of(rank: int, size: int) -> range:
-    """Return the ``size`` adjacent ranks that share a sequence with ``rank``. These groups do not affect the shards."""
-    first = rank - rank % size
-    return range(first, first + size)
-
-
-def check_groups(config: ZeroConfig, world_size: int) -> None:
+def check_groups(config: ZeroConfig | None, world_size: int) -> None:
     """Raise ConfigError if the ranks cannot be divided into groups as sequence, tensor and expert parallelism ask."""
-    for key in ("sequence_parallel", "tensor_parallel", "expert_parallel"):
-        if world_size % (size := getattr(config, key)):
+    for key in PARALLEL_KEYS:
+        if world_size % (size := getattr(config, key, 1)):
             divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
             raise ConfigError(
                 f"zero.{key}: expected a number that divides the {world_size} rank(s) of the run ({divisors}), got "

@@ -53,10 +53,12 @@ def fingerprints(engine: Engine) -> Tensor:
 def differing_replicas(engine: Engine) -> Tensor:
     """Return ``[units] bool`` on the device: whether parameters that every rank holds whole differ between ranks.
     Collective."""
-    sizes = sorted({1, engine.config.tensor_parallel, engine.config.expert_parallel})  # numbers of parts
+    groups = engine.comm.ranks.tensor, engine.comm.ranks.expert
+    place = {1: 0} | {group.size: group.index for group in groups}
+    sizes = sorted(place)  # numbers of parts
     # A row for each part of each number of parts. Ranks with other parts leave the least number there.
     own = torch.full((2, sum(sizes), len(engine.units)), torch.iinfo(torch.int64).min, device=engine.comm.device)
-    rows = {size: sum(sizes[:kind]) + engine.comm.rank % size for kind, size in enumerate(sizes)}
+    rows = {size: sum(sizes[:kind]) + place[size] for kind, size in enumerate(sizes)}
     own[0, [*rows.values()]] = 0
     for unit in engine.units:
         for bucket in (bucket for bucket in unit.buckets if not bucket.plan.reshards):

@@ -14,10 +14,10 @@ from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine
-from lightning_zero.planning.topology import check_groups
+from lightning_zero.planning.topology import Ranks
 from lightning_zero.sequence.part import SequencePart, WholeBatch
 from lightning_zero.sequence.step import SequenceSteps, check_alike
-from lightning_zero.settings import ConfigError, ZeroConfig
+from lightning_zero.settings import ConfigError
 from lightning_zero.trainer.sequence_check import SequenceCheck
 from lightning_zero.trainer.shared_batches import SharedBatches, seed_alike
 from lightning_zero.trainer.step_tokens import StepTokens
@@ -32,33 +32,32 @@ class LongSequences(SequenceSteps):
         self,
         module: Any = None,
         engine: Engine | None = None,
-        config: ZeroConfig | None = None,
+        ranks: Ranks | None = None,
         tokens: StepTokens | None = None,
     ) -> None:
-        """Open the group of the ranks that share a sequence or a batch, if ``config`` asks for one. Raise ConfigError
-        if it does not divide the number of ranks, or a module with parts of sequences is compiled. ``tokens``: counts
-        the tokens of training steps. Collective."""
+        """Open the group of the ranks that share a sequence or a batch, if ``ranks`` has one. Raise ConfigError if a
+        module with parts of sequences is compiled. ``tokens``: counts the tokens of training steps. Collective."""
         self.group: SequenceGroup | None = None
         self.tokens = tokens
         self._check: SequenceCheck | None = None
         self._shared_batches: SharedBatches | None = None
-        size = config.sequence_parallel if config is not None else 1
-        if engine is not None and config is not None and config.tensor_parallel > 1:
-            self._shared_batches = shared = SharedBatches(engine.comm, config.tensor_parallel)
-            engine.passes.on_grad = lambda info, grad: shared.note(info.fqn, grad) if info.split is None else None
-        if engine is None or config is None or size == 1:
+        if engine is None or ranks is None or ranks.same_batch.size == 1:
             super().__init__(module, None)
             return
-        check_groups(config, engine.comm.world_size)
-        if engine.compiled.are_there:
+        divides = ranks.sequence.size > 1
+        if divides and engine.compiled.are_there:
             raise ConfigError(
                 "zero.sequence_parallel: expected a module that is not compiled (a compiled graph would not call "
-                f"the attention that exchanges heads), got a compiled one with zero.sequence_parallel={size}. "
-                "Drop torch.compile, or zero.sequence_parallel."
+                "the attention that exchanges heads), got a compiled one with "
+                f"zero.sequence_parallel={ranks.sequence.size}. Drop torch.compile, or zero.sequence_parallel."
             )
-        self.group = open_sequence_group(dist.group.WORLD, size, engine.comm.device, engine.comm.waits)
-        super().__init__(module, self.group)
-        self._check = SequenceCheck(module, engine, self, self.group)
+        group = open_sequence_group(dist.group.WORLD, ranks.same_batch, engine.comm.device, engine.comm.waits)
+        super().__init__(module, group if divides else None)
+        if divides:
+            self.group, self._check = group, SequenceCheck(module, engine, self, group)
+        else:
+            self._shared_batches = shared = SharedBatches(group)
+            engine.passes.on_grad = lambda info, grad: shared.note(info.fqn, grad) if info.split is None else None
 
     def check_alike(self, batch: Any) -> None:
         if self.group is not None:

@@ -23,7 +23,7 @@ from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import bind_near, default_device
 from lightning_zero.engine.engine import Engine, engines
 from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, pl, rank_zero_info, reduce_tensor
-from lightning_zero.planning.topology import check_groups
+from lightning_zero.planning.topology import Ranks, check_groups, flat
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError, ZeroConfig, names_arguments
@@ -119,10 +119,15 @@ class Processes:
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def _ranks(self) -> Ranks:
+        """Return this rank's place in the groups of ranks that :attr:`config` asks for."""
+        return Ranks.of(self.global_rank, flat(self._n_ranks), self.config)
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Return DistributedSampler's arguments. Ranks that share a sequence or a batch get the same samples."""
-        sharing = self.config.sequence_parallel * self.config.tensor_parallel
-        return {"num_replicas": self._n_ranks // sharing, "rank": self.global_rank // sharing}
+        batch = self._ranks.batch
+        return {"num_replicas": batch.size, "rank": batch.index}
 
     @property
     def _node(self) -> str | None:

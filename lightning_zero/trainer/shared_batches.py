@@ -6,13 +6,11 @@ import zlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_zero.checkpoint.rng import Generators
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
+from lightning_zero.comm.sequence import SequenceGroup
 from lightning_zero.sequence.step import check_alike
 from lightning_zero.settings import ConfigError
 
@@ -30,11 +28,10 @@ def seed_alike(group: SequenceGroup) -> None:
 
 
 class SharedBatches:
-    """Compares batches, random numbers and gradients of the ``size`` adjacent ranks that share a batch. Opening is
-    collective."""
+    """Compares batches and gradients of ``group``, whose ranks share a batch."""
 
-    def __init__(self, comm: Communicator, size: int) -> None:
-        self.group = open_sequence_group(dist.group.WORLD, size, comm.device, comm.waits)
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
         self._sums: dict[str, Tensor] = {}  # of gradients of this backward, and of their squares, by parameter
         self._rounding = 0.0  # of the coarsest dtype of these gradients
         self._backwards = 1  # with the present one

@@ -32,7 +32,7 @@ class Steps:
         run = self._run
         tokens = StepTokens(run.engine) if run.config.loss is LossMean.tokens else None
         run.engine.passes.sharded_grads.undivided = False  # an earlier run may have been cut off in a step
-        self.sequences = LongSequences(run.model, run.engine, run.config, tokens)
+        self.sequences = LongSequences(run.model, run.engine, run._ranks, tokens)
 
     def begin_training(self) -> None:
         self.sequences.seed_alike()

@@ -102,7 +102,7 @@ def held_rows(engine: Engine, micro_batches: int, activations: Activations | Non
     ]
     accelerator = engine.comm.streams.accelerator
     limits = limits_of(engine, micro_batches)
-    peaks = peaks_with(buckets, limits, activations, engine.comm.shard_rank, state_tensors=states)
+    peaks = peaks_with(buckets, limits, activations, engine.comm.shard.index, state_tensors=states)
     what = "peak of a step" if activations is not None else "peak of a step, activations not planned"
     if accelerator.has_streams:
         most = max(memory.on_tier(peaks[phase], Tier.device) for phase in Phase)

@@ -33,7 +33,7 @@ from lightning_zero.comm.transports import (
     Transport,
     choose_transport,
 )
-from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, by_part, flat, in_levels, rounds_of
+from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, Ranks, by_part, over_nodes, rounds_of
 from lightning_zero.ranks.waits import StallError, Waits
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
@@ -264,13 +264,13 @@ def test_parts_are_added_in_rank_order(transport: Transport, dtype: torch.dtype,
 def test_parts_are_added_within_nodes_and_then_between_them(dtype: torch.dtype, host: bool) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     parts = 2 if world == 8 else 1  # where tensor parallelism splits parameters, every second rank shares shards
-    topology = by_part(in_levels(flat(world), [f"node {r // (2 * parts)}" for r in range(world)]), parts)
-    group = topology.shard_group_of(rank)
-    nodes, own = len(group) // 2, slice(group.index(rank) * 512, (group.index(rank) + 1) * 512)
+    ranks = Ranks.of(rank, by_part(over_nodes([str(r // (2 * parts)) for r in range(world)], exchanges=True), parts))
+    group, index = ranks.shard.ranks, ranks.shard.index
+    nodes, own = len(group) // 2, slice(index * 512, (index + 1) * 512)
     terms = {r: _input(r, len(group), dtype).float() for r in group}
     sums = [(terms[first] + terms[second]) * 0.25 for first, second in zip(group[::2], group[1::2], strict=True)]
     expected = functools.reduce(torch.add, sums)
-    with communicator(topology=topology) as comm:
+    with communicator(ranks=ranks) as comm:
         transport = HostTransport(comm._transport) if host else comm._transport
         with mock.patch.object(comm, "_transport", mock.Mock(wraps=transport, waits_on_host=host)) as sent:
             for send in (comm.reduce_scatter, comm.all_reduce):

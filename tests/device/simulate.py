@@ -23,7 +23,8 @@ import lightning_zero
 from lightning_zero.engine.units import capacity
 from lightning_zero.planning.memory import on_tier, peak_bytes
 from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.topology import by_node, flat, in_levels, within_nodes
+from lightning_zero.planning.topology import Ranks, over_nodes
+from lightning_zero.settings import HybridShard
 from lightning_zero.trainer.memory.held_bytes import limits_of
 from tests.device.machine import Machine, Tally
 from tests.device.virtual import Pace, simulated
@@ -199,15 +200,14 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
     """Train a small model on the machine; ``then`` is called with engine, model and optimizer behind the last step."""
     warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")
     names = [str(rank * case.nodes // case.ranks) for rank in range(case.ranks)]
-    ways = {"node": by_node, "node_backward": within_nodes, "flat": lambda names: flat(len(names))}
-    topology = in_levels(ways[case.settings.get("hybrid_shard", "node")](names), names)
+    ranks = Ranks.of(0, over_nodes(names, HybridShard[case.settings.get("hybrid_shard", "node")], exchanges=True))
     gc.collect()
     gc.disable()  # what garbage is freed when would be another each time
     try:
         with (
             # No tensor has values: each is taken for one that was written to.
             mock.patch("lightning_zero.engine.whole.whole_params.same_bits", lambda *_: False),
-            mock.patch.object(capacity, "find_topology", lambda *_: topology),  # the others would say where they are
+            mock.patch.object(capacity, "find_ranks", lambda *_: ranks),  # the others would say where they are
             mock.patch.dict(os.environ, LIGHTNING_ZERO_EVEN_ALONE=str(int(case.even_alone))),
             on_paper(case.ranks, mutations, case.worker) as (machine, files),
         ):

@@ -84,8 +84,8 @@ def reduce_elsewhere(self: PlainTransport, full: Tensor, among: Members, **optio
 
 def gather_what_is_not_summed(self: Communicator, shard: Tensor, full: Tensor, levels: bool, whole: bool) -> Tensor:
     assert self._groups is not None
-    full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
-    all_gather_single(full, full.view(self.shard_size, -1)[self.shard_rank], group=self._groups.reduce, async_op=True)
+    full.view(self.shard.size, -1)[self.shard.index].copy_(shard)
+    all_gather_single(full, full.view(self.shard.size, -1)[self.shard.index], group=self._groups.reduce, async_op=True)
     return full
 
 

@@ -131,9 +131,8 @@ def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[in
         train(side, [0], accumulated(micro_batches))
         moved = recorder.moved["reduce"] - before
         recording.stop()
-        replicas = side.engine.comm.world_size // side.engine.comm.shard_size
         limits = limits_of(side.engine, micro_batches)
-        return moved, sent_by(plan_of(side.engine), limits, replicas=replicas).reductions
+        return moved, sent_by(plan_of(side.engine), limits, replicas=side.engine.comm.replicate.size).reductions
 
 
 @pytest.mark.sample

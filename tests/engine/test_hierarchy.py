@@ -55,7 +55,7 @@ def histories(each: Iterable[tuple[int, str, dict[str, Any]]], **settings: Any) 
         torch.manual_seed(3)
         with sharded(Model(), ranks_per_node, hybrid_shard, **config) as side:
             replicas = dist.get_world_size() // ranks_per_node if hybrid_shard == "node" else 1
-            assert len(side.engine.comm.topology.shard_groups) == replicas
+            assert len(side.engine.comm.ranks.topology.shard_groups) == replicas
             found.append(history(side, **settings))
     return found
 
@@ -149,13 +149,13 @@ def test_auto_shards_by_node_where_half_of_the_memory_is_enough() -> None:
     for available, ranks_per_node, replicas in ((8 * rest, 1, 2), (2 * rest, 1, 1), (8 * rest, 2, 1)):
         memory = mock.patch.object(capacity, "available_host_memory", lambda free=available: free)
         with memory, sharded(Model(), ranks_per_node, "auto") as side:
-            assert len(side.engine.comm.topology.shard_groups) == replicas
+            assert len(side.engine.comm.ranks.topology.shard_groups) == replicas
 
 
 @pytest.mark.full
 @on_ranks(3)
 def test_uneven_nodes() -> None:
-    with pytest.raises(ConfigError, match=r"hybrid_shard=node: .* got 2 on node 0, 1 on node 1"):
+    with pytest.raises(ConfigError, match=r"hybrid_shard='node': .* got 2 on node 0, 1 on node 1"):
         sharded(Model(), 2)
     with sharded(Model(), 2, "auto") as side:
-        assert len(side.engine.comm.topology.shard_groups) == 1
+        assert len(side.engine.comm.ranks.topology.shard_groups) == 1

@@ -27,7 +27,7 @@ from lightning_zero.planning.fit import Model as PlannedModel
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import sent_by
-from lightning_zero.planning.topology import within_nodes
+from lightning_zero.planning.topology import over_nodes
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, Stage, allowed_rows, make_config
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
@@ -41,7 +41,7 @@ from tests.harness import on_ranks, run
 from tests.models import Model, paths
 
 BOTH = ("flat", "node_backward")
-PER_NODE = 2
+PER_NODE, KEPT = 2, HybridShard.node_backward
 
 
 def kept(side: Sharded) -> list[Tensor]:
@@ -89,7 +89,7 @@ def on_both(work: Work, *, build: Callable[[], nn.Module] = Model, **config: Any
     for hybrid_shard in BOTH:
         torch.manual_seed(3)
         with sharded(build(), PER_NODE, hybrid_shard, **config) as side:
-            assert side.engine.comm.shard_size == dist.get_world_size()
+            assert side.engine.comm.shard.size == dist.get_world_size()
             found.append(history(side, works))
             assert not kept(side)
     assert_equal(*found)
@@ -142,7 +142,7 @@ def loads(side: Sharded, step: int) -> Any:
     with side.engine.step_scope():
         with torch.no_grad():
             first = loss_at(side.module, step)
-        assert step or bool(kept(side)) == (side.engine.comm.node_size > 0)
+        assert step or bool(kept(side)) == (side.engine.comm.ranks.node.size > 0)
         side.engine.load_state_dict(state)
         assert not kept(side)
         loss = loss_at(side.module, step)
@@ -190,7 +190,7 @@ def steps_in_a_scope(side: Sharded, step: int) -> Any:
 def restages(side: Sharded, step: int) -> Any:
     """To rows below stage 3, where nothing is gathered, it is refused; another row of offload is followed."""
     if step == 1:
-        if side.engine.comm.node_size:
+        if side.engine.comm.ranks.node.size:
             with pytest.raises(ConfigError, match=r"node_backward with stage='zero1'"):
                 side.engine.restage(stage=1)
         side.engine.restage(offload="optimizer_cpu")
@@ -239,14 +239,14 @@ def test_the_plan_of_a_machine_knows_it() -> None:
         machine = Machine(4, 10**9, 10**10, 10**10, nodes, hybrid_shard=hybrid_shard)
         return plan_row(model, Stage.zero3, Offload.none, machine, OffloadConfig())
 
-    flat, kept_rows = row(HybridShard.flat), row(HybridShard.node_backward)
+    flat, kept_rows = row(HybridShard.flat), row(KEPT)
     assert kept_rows.per_rank[Tier.device] - flat.per_rank[Tier.device] == 8 * 8192 * 2 // 4
     assert kept_rows.sent.gathers < flat.sent.gathers and kept_rows.sent.in_node > 0 == flat.sent.in_node
     with pytest.raises(ConfigError, match="node_backward: expected several nodes"):
-        row(HybridShard.node_backward, nodes=1)
-    rows = {offload for stage, offload in allowed_rows(HybridShard.node_backward) if stage is Stage.zero3}
+        row(KEPT, nodes=1)
+    rows = {offload for stage, offload in allowed_rows(KEPT) if stage is Stage.zero3}
     assert rows == {Offload.none, Offload.optimizer_cpu, Offload.optimizer_nvme, Offload.auto}
-    assert {stage for stage, _ in allowed_rows(HybridShard.node_backward)} == {Stage.zero3}
+    assert {stage for stage, _ in allowed_rows(KEPT)} == {Stage.zero3}
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -255,9 +255,9 @@ def test_the_plan_of_a_machine_knows_it() -> None:
 @pytest.mark.parametrize(("refuses", "words"), [
     (lambda: settings_of(stage=2), r".* got node_backward with zero/stage=zero2\. Choose zero/stage=zero3"),
     (lambda: settings_of(offload="cpu"), r".* got node_backward with zero/offload=cpu\. Choose"),
-    (lambda: within_nodes("aaaa"), r"several nodes of several ranks each, got one node .*hybrid_shard=flat"),
-    (lambda: within_nodes("abcd"), r"several nodes of several ranks each, got one rank on each"),
-    (lambda: within_nodes("aaab"), r"the same number of ranks on every node, got 3 on a, 1 on b"),
+    (lambda: over_nodes("aaaa", KEPT), r"several nodes of several ranks each, got one node .*hybrid_shard=flat"),
+    (lambda: over_nodes("abcd", KEPT), r"several nodes of several ranks each, got one rank on each"),
+    (lambda: over_nodes("aaab", KEPT), r"the same number of ranks on every node, got 3 on a, 1 on b"),
 ])  # fmt: skip
 def test_rows_and_nodes_that_it_cannot_work_with_are_refused(refuses: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=f"(hybrid_shard|node_backward): expected {words}"):

@@ -515,4 +515,4 @@ def test_nodes_hold_no_replicas_where_parameters_are_split() -> None:
     settings: dict[str, Any] = {"stage": 3, "precision": "bf16", "tensor_plan": PLAN}
     for parts, node_ranks in ((2, 2), (4, 2), (2, 1)):  # small enough for replicas
         with Sharded(net(), node=f"node {dist.get_rank() // node_ranks}", tensor_parallel=parts, **settings) as side:
-            assert side.engine.comm.topology.shard_groups == ((0, 1, 2, 3),)
+            assert side.engine.comm.ranks.topology.shard_groups == ((0, 1, 2, 3),)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, STAGES, Placement, Tier, logical_collectives
-from lightning_zero.planning.topology import by_node, by_part, flat, in_levels, is_even, within_nodes
-from lightning_zero.settings import ConfigError, Offload, Stage
+from lightning_zero.planning.topology import Group, Ranks, by_part, flat, over_nodes
+from lightning_zero.settings import HybridShard, Offload, Stage, make_config
 
 pytestmark = pytest.mark.smoke
 
@@ -46,30 +46,36 @@ def test_logical_collectives_are_those_of_the_table(k: int, stays: bool) -> None
 
 def test_flat_has_one_group_of_shards_and_by_node_one_each() -> None:
     topology = flat(3)
-    assert topology.shard_groups == ((0, 1, 2),) and topology.replicate_group_of(2) == (2,)
-    assert by_node(["a", "b"]).shard_groups == ((0,), (1,)) and by_node(["a", "b"]).replicate_group_of(1) == (0, 1)
-    topology = by_node(["a", "b", "a", "b", "a", "b"])
+    assert topology.shard_groups == ((0, 1, 2),) and Ranks.of(2, topology).replicate == Group((2,), 0, 1)
+    topology = over_nodes("ab", HybridShard.node)
+    assert topology.shard_groups == ((0,), (1,)) and Ranks.of(1, topology).replicate == Group((0, 1), 1, 2)
+    topology = over_nodes("ababab", HybridShard.node)
     assert topology.shard_groups == ((0, 2, 4), (1, 3, 5))
-    assert [topology.replicate_group_of(rank) for rank in range(6)] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5)]
-    assert all(rank in topology.shard_group_of(rank) for rank in range(6))
+    assert Ranks.of(3, topology).replicate == Group((2, 3), 1, 2) and topology.place_of(3) == (1, 1)
+
+
+def test_ranks_with_one_batch_are_adjacent_and_gradients_of_parts_are_divided_by_batches() -> None:
+    settings = make_config(stage="zero1", tensor_parallel=2)
+    whole, parts = Ranks.of(3, flat(4), settings), Ranks.of(3, by_part(flat(4), 2), settings)
+    assert parts.tensor == parts.same_batch == parts.parts == Group((2, 3), 1, 2) and whole.parts.size == 1
+    assert parts.shard == parts.batch == whole.batch == Group((1, 3), 1, 2) and parts.replicate.ranks == (3,)
+    experts = Ranks.of(2, by_part(flat(4), 4), make_config(stage="zero1", expert_parallel=4))
+    sequences = Ranks.of(1, flat(4), make_config(stage="zero1", sequence_parallel=4))
+    assert sequences.same_batch == Group((0, 1, 2, 3), 1, 4) and sequences.batch == Group((1,), 0, 1)
+    assert [ranks.grad_divisor for ranks in (whole, parts, experts, sequences)] == [4, 2, 4, 4]
 
 
 def test_gradients_are_summed_in_levels_where_nodes_share_shards() -> None:
-    names = ["a"] * 4 + ["b"] * 4
-    topology = in_levels(flat(8), names)
-    assert topology.sum_groups == within_nodes(names).node_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert topology.across_group_of(6) == (2, 6)
+    topology = over_nodes("aaaabbbb", exchanges=True)
+    kept = over_nodes("aaaabbbb", HybridShard.node_backward)
+    assert topology.sum_groups == kept.node_groups == ((0, 1, 2, 3), (4, 5, 6, 7)) and not kept.sum_groups
+    assert Ranks.of(6, topology).across == Group((2, 6), 1, 2) and Ranks.of(6, kept).node == Ranks.of(6, topology).sum
     parts = by_part(topology, 2)
-    assert parts.sum_groups == ((0, 2), (4, 6), (1, 3), (5, 7)) and parts.across_group_of(5) == (1, 5)
+    assert parts.sum_groups == ((0, 2), (4, 6), (1, 3), (5, 7)) and Ranks.of(5, parts).across.ranks == (1, 5)
     # Not where a node has one of the ranks, nodes are uneven, ranks of a node are not adjacent, or nodes share nothing.
-    one_level = [by_part(topology, 4), in_levels(flat(3), ["a", "a", "b"]), in_levels(flat(4), ["a", "b"] * 2)]
-    assert [t.sum_groups for t in (*one_level, in_levels(flat(2), "aa"), in_levels(by_node(names), names))] == [()] * 5
-
-
-def test_uneven_nodes_are_refused_with_their_ranks() -> None:
-    assert not is_even(["a", "a", "b"]) and is_even(["a", "b"])
-    with pytest.raises(ConfigError, match=r"zero.hybrid_shard=node: .* got 2 on a, 1 on b\. .*hybrid_shard=flat"):
-        by_node(["a", "a", "b"])
+    one_level = [over_nodes(names, exchanges=True) for names in ("aab", "abab", "aa", "a" * 64 + "b" * 64)]
+    one_level += [by_part(topology, 4), over_nodes("aaaabbbb", HybridShard.node, exchanges=True)]
+    assert not any(one.sum_groups for one in one_level)
 
 
 def test_a_row_of_gradients_alone_takes_room_and_gathers_on_the_device() -> None:

@@ -190,7 +190,7 @@ def test_planned_peak_and_bytes_are_those_of_a_run(
     assert +held - Counter({in_files: held[in_files]}) == +planned - Counter({in_files: planned[in_files]})
     if dist.get_rank() == 0:
         peaks = peaks_with(
-            plan_of(engine), limits_of(engine, micro_batches), found, engine.comm.shard_rank, state_tensors=states
+            plan_of(engine), limits_of(engine, micro_batches), found, engine.comm.shard.index, state_tensors=states
         )
         most = max(memory.on_tier(h, Tier.device) + memory.on_tier(h, Tier.host) for h in peaks.values())
         assert peak.nbytes == pytest.approx(most, rel=0.05)

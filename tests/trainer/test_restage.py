@@ -176,7 +176,7 @@ def test_ranks_of_a_node_share_shards_before_and_after(stage: str) -> None:
                 losses.append(language_work(side, step).detach())
                 side.step()
                 side.zero_grad()
-            assert side.engine.comm.shard_size == 2
+            assert side.engine.comm.shard.size == 2
             return losses, side.engine.state_dict(only_rank_0=False)
 
     assert same(train({2: (stage, "none"), 4: ("zero3", "optimizer_cpu")}), train({}))

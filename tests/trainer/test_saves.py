@@ -396,7 +396,7 @@ def test_saves_and_loads_count_their_bytes(name: str, background: bool, tmp_path
         assert not saved and not loaded
         return
     buckets = [bucket for unit in ran[-1].units for bucket in unit.buckets]
-    nbytes = 4 * sum(f.numel for b in buckets for f in b.layout.fragments(b.comm.shard_rank))  # of this rank's shards
+    nbytes = 4 * sum(f.numel for b in buckets for f in b.layout.fragments(b.comm.shard.index))  # of this rank's shards
     assert saved[0].what == "sharding, in units" and all(seen.over for seen in saved + loaded)
     (write,) = [seen for seen in saved if seen.what == "saving a.ckpt"]
     assert write.in_bytes

@@ -397,7 +397,7 @@ class Between:
         unequal = [
             info.fqn
             for number, (bucket, info) in enumerate(written)
-            if any(len({table[rank][number] for rank in ranks}) > 1 for ranks in bucket.comm.topology.same_params)
+            if any(len({table[rank][number] for rank in ranks}) > 1 for ranks in bucket.comm.ranks.topology.same_params)
         ]
         if unequal:
             raise RuntimeError(

@@ -247,7 +247,7 @@ class GatherOrder:
 
     def _may_come_early(self, unit: Unit) -> bool:
         """Return whether ``unit`` can be gathered before its use: False while its masters await an offloaded step."""
-        if self.comm.shard_size == 1:
+        if self.comm.shard.size == 1:
             return unit.step_done
         # Not by ``step_done``, which depends on this rank's worker: see [Note: one order of collectives].
         return all(bucket.awaited_step.future is None for bucket in unit.buckets)

@@ -93,7 +93,7 @@ def parts_of_shards(
         if is_whole:
             views[number] = shard
             continue
-        views |= enumerate(views_of(shard, bucket.layout.fragments(bucket.comm.shard_rank), wanted[bucket]), number)
+        views |= enumerate(views_of(shard, bucket.layout.fragments(bucket.comm.shard.index), wanted[bucket]), number)
     return known, views
 
 
@@ -151,7 +151,7 @@ class GradNorms:
         device = self._comm.device
         # One element per rank, summed afterwards: a backend's order of ranks must not change the last bits.
         partial = torch.zeros(self._comm.world_size, dtype=torch.float64, device=device)
-        counted = [bucket for bucket in self._reducer.grads if not bucket.comm.replica]  # replicas hold equal shards
+        counted = [bucket for bucket in self._reducer.grads if not bucket.comm.replicate.index]  # replicas are equal
         known, views = parts_of_shards(counted, wanted, lambda store: store.norm(norm_type))
         if known or views:
             parts = {number: norm.double() for number, norm in known.items()} | norms_of(views, norm_type, device)
@@ -200,12 +200,11 @@ class GradNorms:
             rows = {slot: len(infos) + number for number, slot in enumerate(sorted(grads.agreed))}
             infos += [bucket.params[slot] for slot in rows]
             factors += [1.0] * len(rows)
-            if bucket.plan.shards_master or bucket.comm.topology.apart:
+            if bucket.plan.shards_master or bucket.comm.ranks.parts.size > 1:
                 shared += rows.values()
-            members = bucket.comm.topology.shard_group_of(comm.rank)
             for rank, slot, part in _parts_of_reduced(bucket):
-                if slot in rows and not (bucket.comm.replica and bucket.plan.shards_master):
-                    parts[rows[slot] * comm.world_size + members[rank]] = part
+                if slot in rows and not (bucket.comm.replicate.index and bucket.plan.shards_master):
+                    parts[rows[slot] * comm.world_size + bucket.comm.shard.ranks[rank]] = part
         table = torch.zeros(len(infos) * comm.world_size, dtype=torch.float64)
         if parts:
             norms = norms_of(parts, norm_type, comm.device)
@@ -228,7 +227,7 @@ def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (shard's rank, slot, values) of the reduced gradients that this rank holds, cut at borders of shards."""
     gradient, low = bucket.grad, bucket.owned_range[0]
     assert gradient is not None
-    for rank in [bucket.comm.shard_rank] if bucket.plan.shards_master else range(bucket.layout.world_size):
+    for rank in [bucket.comm.shard.index] if bucket.plan.shards_master else range(bucket.layout.world_size):
         start = bucket.layout.shard_range(rank)[0] - low
         for fragment in bucket.layout.fragments(rank):
             first = start + fragment.start

@@ -52,7 +52,8 @@ class Reducer:
         self.spare = SpareBuffers(min(KEPT_BUFFERS * nbytes, KEPT_BUFFERS_NBYTES))
         # On a device one kernel per bucket. On the host a gradient that is copied at once is still in the cache.
         self.grads: dict[Bucket, BucketGrads] = {
-            b: BucketGrads(b, 1 / b.comm.grad_divisor, self.spare, batched_copy=comm.streams.are_there) for b in buckets
+            b: BucketGrads(b, 1 / b.comm.ranks.grad_divisor, self.spare, batched_copy=comm.streams.are_there)
+            for b in buckets
         }
         self.unreduced = False  # a backward inside ``no_sync`` came after the last reduction; equal on all ranks
         self.synchronize = True
@@ -106,7 +107,7 @@ class Reducer:
         """Divide the gradients of the next backwards by ``scale``, by which the user multiplies the loss."""
         self.loss_scale, self._unscaled = scale, set()
         for bucket, grads in self.grads.items():
-            grads.set_scale(1.0 / (bucket.comm.grad_divisor * scale))
+            grads.set_scale(1.0 / (bucket.comm.ranks.grad_divisor * scale))
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
         """Show the gradients of ``params`` without the loss scale, until :meth:`set_loss_scale`."""

@@ -514,10 +514,10 @@ class ShardedGrads:
         bucket, comm = self._bucket_of[id(info.param)], self._reducer.comm
         if (local := self._local(info)) is not None:
             return local.to(bucket.dtypes.master, copy=True).mul_(self._reducer.local_scale(bucket) * scale)
-        parts = torch.zeros(len(bucket.comm.topology.same_params), info.numel, dtype=bucket.dtypes.grad)
-        flat = (parts := parts.to(comm.device))[bucket.comm.part]
+        parts = torch.zeros(bucket.comm.ranks.parts.size, info.numel, dtype=bucket.dtypes.grad)
+        flat = (parts := parts.to(comm.device))[bucket.comm.ranks.parts.index]
         fragment = bucket.grad_fragment(info.slot)
-        if fragment is not None and (bucket.comm.replica == 0 or not bucket.plan.shards_master):  # replicas hold it too
+        if fragment is not None and not (bucket.comm.replicate.index and bucket.plan.shards_master):  # one replica's
             flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
         if bucket.plan.shards_master:
             with comm.set_place("a read of .grad, which takes all ranks"):

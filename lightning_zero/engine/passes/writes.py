@@ -235,7 +235,7 @@ class Writes:
             return
         key = self._number[bucket], info.slot
         before, after = self._unconfirmed.get(key) or (self.own_checksum(bucket, info.slot, own), 0)
-        if bucket.comm.shard_size > 1 and bucket.plan.shards_master:  # else ranks may have values of their own
+        if bucket.comm.shard.size > 1 and bucket.plan.shards_master:  # else ranks may have values of their own
             after = checksum(info.flattened(whole))
         self._unconfirmed[key] = before, after
 
@@ -260,7 +260,7 @@ class Writes:
         self._unconfirmed.clear()  # before the error, or the next pass would raise the error again
         unequal = []
         for number, (at, slot) in enumerate(keys):
-            topology = self._buckets[at].comm.topology
+            topology = self._buckets[at].comm.ranks.topology
             for ranks, group in zip(topology.same_params, topology.shard_groups, strict=False):
                 # A rank may have written the old values. Then it agrees with ranks that did not write.
                 original = sum(table[rank][number][0] for rank in group) & 0xFFFFFFFFFFFFFFFF

@@ -315,13 +315,13 @@ class ShardedOptimizer(Stepper):
         found: dict[int, State] = {}
         for fragment, state in self.runs.fragment_states(bucket):
             info, part = bucket.params[fragment.index], fragment.within(bucket.own_shard_of_owned)
-            if part is None and (info.numel or (once and bucket.comm.shard_rank)):
+            if part is None and (info.numel or (once and bucket.comm.shard.index)):
                 continue
             entry = found.setdefault(fragment.index, {})
             for name, value in state.items():
                 if isinstance(value, FlatSlice):
                     entry[name] = Leaf(name, info.saved_shape, info.saved_strides, value.dtype)
-                elif (part is None or not part[0]) and not bucket.comm.part:
+                elif (part is None or not part[0]) and not bucket.comm.ranks.parts.index:
                     entry[name] = value.cpu() if isinstance(value, Tensor) else value
         return found
 

@@ -133,11 +133,11 @@ class Bucket:
         self.hides_rounded = False  # between steps: a use of the gathered values, which are rounded, needs masters
         self._copied: Event = None  # event after the last copy that an offloaded step made to the device
         self.layout = plan.layout
-        self.node_shard = NodeShard(plan.layout.numel, comm.node_rank, comm.node_size)
+        self.node_shard = NodeShard(plan.layout.numel, comm.ranks.node)
         self.gaps = self.layout.gaps()
         self._tensors = tuple(info.param for info in self.params)
         self._placeholders: list[Tensor] = []
-        self.owned_range = plan.owned_range(comm.shard_rank)
+        self.owned_range = plan.owned_range(comm.shard.index)
         self.full = FlatBuffer(self.layout.numel, dtypes.compute, comm.device)
         self._make_views()
 
@@ -170,7 +170,7 @@ class Bucket:
     def own_shard_of_owned(self) -> slice:
         """Return this rank's shard as a slice of the owned range, which is the bucket where masters are replicated. A
         sum over the shards of all ranks counts each element once."""
-        low, high = self.layout.shard_range(self.comm.shard_rank)
+        low, high = self.layout.shard_range(self.comm.shard.index)
         base = self.owned_range[0]
         return slice(low - base, high - base)
 
@@ -267,7 +267,7 @@ class Bucket:
         if self.plan.reshards and not plan.reshards:
             self.full.allocate()
         range_before = self.owned_range
-        self.plan, self.owned_range = plan, plan.owned_range(self.comm.shard_rank)
+        self.plan, self.owned_range = plan, plan.owned_range(self.comm.shard.index)
         if self.owned_range != range_before:  # the buffer has memory: one of the two plans does not reshard
             self._own_part = self.full.data[slice(*self.owned_range)]
         self.comm.streams.change()

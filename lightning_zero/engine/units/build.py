@@ -21,7 +21,7 @@ from lightning_zero.engine.units.unit import Unit
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.planning.buckets import place
 from lightning_zero.planning.placement import STAGES, TierRow
-from lightning_zero.planning.topology import by_part
+from lightning_zero.planning.topology import Ranks, by_part
 from lightning_zero.pretrained.first import ADAPTER, reset_adapter, resetter
 from lightning_zero.settings import ConfigError, Precision, ZeroConfig
 
@@ -179,11 +179,11 @@ def build_units(
         buckets: list[Bucket] = []
         for part in group.buckets:
             shape, stage = part.shape(index), STAGES[config.stage.name]
-            plan = place(shape, stage, rows[index], comm.shard_size, even_alone=comm.even_alone)
+            plan = place(shape, stage, rows[index], comm.shard.size, even_alone=comm.even_alone)
             label = f"{group.name or '(root)'}#{len(buckets)}"
             among = comm
-            if part.parts > 1:  # expert parallelism sums over ranks with batches of their own, tensor parallelism not
-                among = comm.over(by_part(comm.topology, part.parts), comm.world_size // config.tensor_parallel)
+            if part.parts > 1:
+                among = comm.over(Ranks.of(comm.rank, by_part(comm.ranks.topology, part.parts), config))
             bucket = Bucket(label, part.params, plan, part.dtypes, among, tiers)
             _fill(bucket, sources)
             buckets.append(bucket)

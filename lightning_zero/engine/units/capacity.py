@@ -26,15 +26,7 @@ from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role, place
 from lightning_zero.planning.memory import Moment
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Budgets, Tier, TierRow, default_budgets, split_by_budget
-from lightning_zero.planning.topology import (
-    EXCHANGE_MAX_RANKS,
-    Topology,
-    by_node,
-    flat,
-    in_levels,
-    is_even,
-    within_nodes,
-)
+from lightning_zero.planning.topology import Ranks, is_even, over_nodes
 from lightning_zero.ranks.peers import machine
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, ZeroConfig
@@ -92,7 +84,7 @@ def choose_rows(
     if config.offload.name is not Offload.auto:
         return [OFFLOADS[config.offload.name]] * len(groups)
     budgets = _budgets(config.offload, path, comm, share, held or Counter())
-    return split_by_budget(sizes_of(groups, config, comm.shard_size), budgets)
+    return split_by_budget(sizes_of(groups, config, comm.shard.size), budgets)
 
 
 def with_ways(
@@ -255,7 +247,7 @@ def check_free_memory(
 def placed(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, comm: Communicator
 ) -> list[BucketPlan]:
-    row, size, alone = STAGES[config.stage.name], comm.shard_size, comm.even_alone
+    row, size, alone = STAGES[config.stage.name], comm.shard.size, comm.even_alone
     return [place(shape, row, rows[shape.unit], size, even_alone=alone) for shape in bucket_shapes(groups)]
 
 
@@ -279,32 +271,29 @@ def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share
 # -- nodes ------------------------------------------------------------------------------------------------------------
 
 
-def find_topology(
+def find_ranks(
     groups: Sequence[UnitGroup],
     config: ZeroConfig,
     group: dist.ProcessGroup | None,
     device: torch.device,
     node: str,
     waits: Waits,
-) -> Topology:
+) -> Ranks:
     """Find out which ranks share shards. `group` has all ranks of the engine, and is None for one rank. Collective.
     Raises ConfigError if nodes do not fit `zero.hybrid_shard`."""
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
     names = [name for name, *_ in table]
-    local_ranks = Counter(host for _, host, *_ in table)
     hybrid_shard = config.hybrid_shard
     if hybrid_shard is HybridShard.auto:
         several = not config.splits and len(set(names)) > 1 and is_even(names)
-        by_node_fits = several and all(
-            _fits_half(groups, config, len(names) // len(set(names)), gpu, host, local_ranks[name])
-            for _, name, gpu, host in table
+        on_node, on_host = Counter(names), Counter(host for _, host, *_ in table)
+        fits = several and all(
+            _fits_half(groups, config, on_node[node], gpu, free, on_host[host]) for node, host, gpu, free in table
         )
-        hybrid_shard = HybridShard.node if by_node_fits else HybridShard.flat
-    kinds = {HybridShard.node: by_node, HybridShard.node_backward: within_nodes}
-    topology = kinds[hybrid_shard](names) if hybrid_shard in kinds else flat(len(names))
+        hybrid_shard = HybridShard.node if fits else HybridShard.flat
     exchanges = any(bucket.dtypes.exchanged for unit in groups for bucket in unit.buckets)
-    return in_levels(topology, names) if exchanges and topology.shard_size <= EXCHANGE_MAX_RANKS else topology
+    return Ranks.of(waits.rank, over_nodes(names, hybrid_shard, exchanges=exchanges), config)
 
 
 def _fits_half(

@@ -31,6 +31,7 @@ from lightning_zero.engine.units.master_storage import MasterStorage, Tiers
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.planning.buckets import BucketPlan, ParamsRest
 from lightning_zero.planning.placement import Tier
+from lightning_zero.planning.topology import Group
 from lightning_zero.tiers.extents import Wanted
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead
@@ -90,10 +91,10 @@ class NodeShard:
     change. At other times it is None. The gather for the backward sends these slices in place of the shards.
     """
 
-    def __init__(self, numel: int, rank: int, size: int) -> None:
-        """`rank` is this rank's position among the `size` ranks of its node. With `size` 0 no slice is ever kept."""
-        each = numel // size if size else 0
-        self._range = slice(rank * each, (rank + 1) * each)
+    def __init__(self, numel: int, node: Group) -> None:
+        """`node` has the ranks of this node. If its size is 0, no slice is ever kept."""
+        each = numel // node.size if node.size else 0
+        self._range = slice(node.index * each, (node.index + 1) * each)
         self.values: Tensor | None = None
 
     def slice_of(self, full: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ class Unit:
 
     def pass_begins(self) -> None:
         """Begin a pass with a backward. Under `hybrid_shard=node_backward` drops then keep a slice for the node."""
-        self.keeps_node_slices = self.reshards and self.buckets[0].comm.node_size > 0
+        self.keeps_node_slices = self.reshards and self.buckets[0].comm.ranks.node.size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
         """End a pass: drop the unit and its node slices. `deadline`: only after an exception, for :meth:`abandon`."""

@@ -42,7 +42,7 @@ class Move:
         """Return the values of the new owned range, gathered or cut from ``values`` of the present one. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
-        return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]
+        return values[slice(*self.plan.owned_range(self.bucket.comm.shard.index))]
 
 
 Follow = Callable[[int, Move], None]  # called with a bucket's number and move, to move values that other objects hold

@@ -79,7 +79,7 @@ def in_whole(part: Part, split: Split | None) -> Iterator[Part]:
 def own_fragments(engine: Core, copies: Copies | None = None) -> Iterator[Part]:
     """Yield the parts of masters, state and ``copies`` that this rank saves, storage by storage. Opens no storage."""
     for number, bucket in enumerate(engine.buckets):
-        if bucket.comm.replica:  # the first replica saves
+        if bucket.comm.replicate.index:  # the first replica saves
             continue
         yield from _of_masters(bucket, Value(number, 0), bucket.storage)
         for index, sharded in enumerate(engine.optimizers):
@@ -99,7 +99,7 @@ def _of_masters(bucket: Bucket, value: Value, storage: MasterStorage) -> Iterato
 
 def own_entries(engine: Core, sharded: Stepper, *, once: bool = False) -> Entries:
     """Return the optimizer state that this rank saves, by bucket and slot. ``once``: see :meth:`Stepper.entries`."""
-    buckets = {number: bucket for number, bucket in enumerate(engine.buckets) if not bucket.comm.replica}
+    buckets = {number: bucket for number, bucket in enumerate(engine.buckets) if not bucket.comm.replicate.index}
     found = {number: sharded.entries(bucket, once=once) for number, bucket in buckets.items()}
     return {number: entries for number, entries in found.items() if entries}
 

@@ -199,7 +199,7 @@ def _hide_full(engine: Core, shown: dict[Bucket, _Full]) -> None:
 
 def _gathers(engine: Core, hosts: Sequence[str]) -> bool:
     """Return whether a shard group spans hosts. If none does, the ranks of each host together hold all shards."""
-    groups = engine.comm.topology.shard_groups
+    groups = engine.comm.ranks.topology.shard_groups
     return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
 
 
@@ -251,12 +251,11 @@ def _fill(engine: Core, copy: HostCopy, hosts: Sequence[str]) -> None:
     comm = engine.comm
     here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
     gathers = _gathers(engine, hosts)
-    group = comm.topology.shard_group_of(comm.rank)
     originals = iter(copy.params)
     for bucket in engine.comm.long_work.items(engine.buckets, "making the module whole, in buckets"):
         targets = [info.flattened(next(originals).original) for info in bucket.params]
         if bucket.plan.shards_master and not gathers:
-            if here[0] in group:  # under hybrid sharding several groups of this host hold the same shards
+            if here[0] in comm.shard.ranks:  # under hybrid sharding several groups of a host hold the same shards
                 with opened(bucket.storage) as master:
                     _write(bucket, targets, master, bucket.owned_range)
             continue

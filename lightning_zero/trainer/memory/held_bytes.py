@@ -99,8 +99,8 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
         config.reduce_bucket_bytes,
         micro_batches,
         has_link=engine.comm.streams.are_there,
-        node_ranks=engine.comm.node_size,
-        sum_ranks=engine.comm.sum_size,
+        node_ranks=engine.comm.ranks.node.size,
+        sum_ranks=engine.comm.ranks.sum.size,
     )
 
 
@@ -108,4 +108,4 @@ def planned_now(engine: Engine, held: Bytes) -> Bytes:
     """Return the bytes planned between two steps by role and tier; without gradients if ``held`` has none."""
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
     moment = Moment.cleared if gone else Moment.reduced
-    return planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=state_tensors(engine), moment=moment)
+    return planned_bytes(plan_of(engine), engine.comm.shard.index, state_tensors=state_tensors(engine), moment=moment)

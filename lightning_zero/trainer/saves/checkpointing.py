@@ -263,8 +263,7 @@ class Checkpoints:
         record = checkpoint.pop(RNG_KEY, None)  # checkpoints of other strategies have none
         if record is not None and self._is_fitting:
             # Ranks that share a batch or a sequence go on with equal states, those of the first of them.
-            sharers = max(strategy.config.sequence_parallel, strategy.config.tensor_parallel)
-            first = strategy.global_rank // sharers * sharers
+            first = strategy._ranks.same_batch.ranks[0]
             self.saved_rng = Saved.of_rank(record, first, ranks, strategy.root_device)
             if (saved := saved_ranks(record)) != ranks:
                 rank_zero_info(
