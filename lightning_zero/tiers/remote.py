@@ -189,8 +189,8 @@ def names_in(folder: Place) -> list[str]:
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is a local folder, or one with an index in an object store. Only such a folder can be a
-    sharded checkpoint."""
-    if isinstance(found := place(path), RemotePath):
-        return not str(path).startswith("http") and (found / INDEX).is_file()
-    return found.is_dir()
+    """Return whether ``path`` is a folder. In an object store a name can be both: without an index it is the file."""
+    found = place(path)
+    if not isinstance(found, RemotePath) or str(path).startswith("http"):
+        return isinstance(found, Path) and found.is_dir()
+    return (found / INDEX).is_file() or (found.is_dir() and not found.is_file())

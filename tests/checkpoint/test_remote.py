@@ -76,7 +76,8 @@ def test_a_file_and_a_folder_of_one_name_replace_each_other(tmp_path: Path) -> N
     assert loaded(path) == (4.0,) * 4
     with mock.patch.object(ObjectStore, "before", mock.Mock(side_effect=[None, Killed])), pytest.raises(Killed):
         io.remove_checkpoint(path)
-    assert not is_folder(path) and keys(path)
+    with pytest.raises(ConfigError, match="store://.*: it has no .metadata, which is written last"):
+        convert(path, str(tmp_path / "out"), "full")
     io.remove_checkpoint(path)
     assert not keys(bucket(tmp_path / "b"))
 
