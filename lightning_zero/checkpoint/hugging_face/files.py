@@ -109,13 +109,13 @@ class Files:
                 file.truncate(size)
         self.make_index(folder)
 
-    def make_index(self, folder: Path) -> None:
+    def make_index(self, folder: remote.Place) -> None:
         if len(self.names) > 1:
             index = {
                 "metadata": {"total_size": self._nbytes},
                 "weight_map": {name: place.file for name, place in sorted(self.places.items())},
             }
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (folder / INDEX).write_bytes((json.dumps(index, indent=2) + "\n").encode())
 
     def in_order(self, groups: Iterable[Group]) -> list[Group]:
         """Return ``groups`` in the order of their tensors in the files."""
@@ -207,6 +207,4 @@ def written(files: Files, target: remote.Place) -> Iterator[tuple[Path, Writer]]
             for path in small.rglob("*"):
                 if path.is_file():
                     (target / str(path.relative_to(small))).write_bytes(path.read_bytes())
-        files.make_index(small)
-        if (small / INDEX).exists():
-            (target / INDEX).write_bytes((small / INDEX).read_bytes())
+        files.make_index(target)
