@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
         if len(paths) != 2 or not set(options) <= {"to", "dtype", "shard_size", "prefix"}:
             raise ConfigError(f"convert: expected IN OUT to=..., got {' '.join(arguments)}. See convert --help.")
         convert(*paths, **options)
-    except (ConfigError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # ImportError: s3fs, ... is missing
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     path = place(paths[1])
