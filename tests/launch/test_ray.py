@@ -51,17 +51,17 @@ def results_of(program: str, folder: Path) -> dict[str, str]:
     for name in ("ray_train.py", "minimal.py"):
         shutil.copy(ROOT / "examples" / name, folder)
     (folder / "program.py").write_text(program)
-    done = run_command("python", "program.py", folder=folder, timeout=800, code=0)
+    done = run_command("python", "program.py", folder=folder, timeout=1500, code=0)
     return dict(re.findall(r"^(\w+): (\d+ steps, loss \S+)$", done.stdout, re.MULTILINE))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_trials_of_ray_tune_as_under_ddp(tmp_path: Path) -> None:
     found = results_of(TUNED, tmp_path)
     assert len(found) == 2 and len(set(found.values())) == 1, found
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_workers_of_ray_train_as_under_ddp_and_one_may_die(tmp_path: Path) -> None:
     found = results_of(PROGRAM, tmp_path)
     assert (tmp_path / "killed").exists() and len(found) == 3 and len(set(found.values())) == 1, found
