@@ -93,7 +93,7 @@ test-s3: $(STAMP) ## checkpoints on a server that speaks S3, whose libraries tak
 # Ray's own cluster on this machine: 600 MB of disk.
 RAY := $(abspath $(VENV))/ray
 
-test-ray: $(STAMP) ## workers of Ray Train, one of which dies; not in CI
+test-ray: $(STAMP) ## workers of Ray Train, one of which dies, and trials of Ray Tune; not in CI
 	@test -d $(RAY)/ray || $(PY) -m pip install -q --disable-pip-version-check --no-compile --target $(RAY) 'ray[train]>=2.60'
 	PYTHONPATH=$(RAY) $(PYTEST) --tier=all tests/launch/test_ray.py $(ARGS)
 

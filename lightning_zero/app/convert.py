@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +22,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.checkpoint.archive import Skeleton, write_values
-from lightning_zero.checkpoint.durable import write_at, written_aside
+from lightning_zero.checkpoint.archive import Skeleton, add_up, archive_at, write_values
 from lightning_zero.checkpoint.hugging_face.export import write_extras
-from lightning_zero.checkpoint.hugging_face.files import Files, Writer, parse_dtype
-from lightning_zero.checkpoint.hugging_face.names import RECORD, model_of, outgoing
+from lightning_zero.checkpoint.hugging_face.files import Files, parse_dtype, written
+from lightning_zero.checkpoint.hugging_face.names import RECORD, alone, model_of, outgoing
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.engine.whole.state_dicts import versioned
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.settings import ConfigError, parse_bytes
-from lightning_zero.tiers.remote import is_folder, place
+from lightning_zero.tiers.remote import Place, is_folder, place
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
-from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS, divide, local_path, read
+from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS, divide, read
 
 
 def main(arguments: list[str]) -> int:
@@ -49,7 +47,7 @@ def main(arguments: list[str]) -> int:
         if len(paths) != 2 or not set(options) <= {"to", "dtype", "shard_size", "prefix"}:
             raise ConfigError(f"convert: expected IN OUT to=..., got {' '.join(arguments)}. See convert --help.")
         convert(*paths, **options)
-    except (ConfigError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # ImportError: s3fs, ... is missing
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     path = place(paths[1])
@@ -73,7 +71,7 @@ def convert(
     if to != "safetensors" and (shard_size or prefix is not None):
         raise ConfigError(f"convert: shard_size= and prefix= have no effect with to={to}. Drop them.")
     wanted, nbytes = parse_dtype("dtype", dtype), parse_bytes("shard_size", shard_size or "5GB")
-    out = place(target) if to == "sharded" else local_path(target, "convert: OUT")
+    out = place(target)
     if os.path.lexists(target) or out.is_file() or out.is_dir():
         raise ConfigError(f"convert: expected nothing at {target}, got something. Give another OUT, or remove it.")
     folder = is_folder(source)
@@ -87,11 +85,11 @@ def convert(
     for top in {MODULE, "current_model_state", OPTIMIZERS} & set(checkpoint):  # the second: Lightning's averages
         checkpoint[top] = _stored(checkpoint[top], wanted if top != OPTIMIZERS else None)
     if to == "safetensors":
-        _to_safetensors(checkpoint, local_path(target, "convert: OUT"), nbytes, prefix)
+        _to_safetensors(checkpoint, out, nbytes, prefix)
     elif to == "sharded":
         save_folder(*divide(checkpoint), target, long_work=LongWork(shows=True))
     else:
-        _to_full(checkpoint, local_path(target, "convert: OUT"))
+        _to_full(checkpoint, out)
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -121,22 +119,25 @@ def _by_number(state: dict[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[key]: entry for key, entry in state["state"].items()}, "param_groups": groups}
 
 
-def _to_full(checkpoint: dict[str, Any], target: Path) -> None:
+def _to_full(checkpoint: dict[str, Any], target: Place) -> None:
     if OPTIMIZERS in checkpoint:
         checkpoint[OPTIMIZERS] = [_by_number(state) for state in checkpoint[OPTIMIZERS]]
     with FakeTensorMode():
         fakes = {v: torch.empty(v.shape, dtype=v.dtype) for v in tree_leaves(checkpoint) if isinstance(v, StoredTensor)}
-    with written_aside(target) as part:
+    with archive_at(target, sum(fake.nbytes for fake in fakes.values())) as (fd, write):
         content = {key: _mapped(StoredTensor, fakes.__getitem__, value) for key, value in checkpoint.items()}
-        skeleton = Skeleton(content, part.fd)
+        skeleton = Skeleton(content, fd)
         done = skeleton.fill()
-        for value, fake in LongWork(shows=True).items(list(fakes.items()), f"writing {target.name}, in tensors"):
-            hole = skeleton.holes[fake.untyped_storage()._cdata]
-            done += write_values(partial(write_at, part.fd), hole, 0, value.whole().reshape(-1))
+        holes = [(skeleton.holes[fake.untyped_storage()._cdata], value) for value, fake in fakes.items()]
+        holes.sort(key=lambda item: item[0].start)
+        for hole, value in LongWork(shows=True).items(holes, f"writing {target.name}, in tensors"):
+            own = write_values(write, hole, 0, value.whole().reshape(-1))
+            skeleton.describe(hole.name, add_up(hole.name, hole.nbytes, own))
+            done += own
         skeleton.finish(done)
 
 
-def _to_safetensors(checkpoint: dict[str, Any], target: Path, shard_nbytes: int, prefix: str | None) -> None:
+def _to_safetensors(checkpoint: dict[str, Any], target: Place, shard_nbytes: int, prefix: str | None) -> None:
     state = {key: value for key, value in checkpoint[MODULE].items() if isinstance(value, StoredTensor)}
     record = (checkpoint.get(RECORD) if prefix is None else None) or {}
     model = model_of(record) if record else None
@@ -150,12 +151,9 @@ def _to_safetensors(checkpoint: dict[str, Any], target: Path, shard_nbytes: int,
     like = {name: metas[value] for name, value in own.items()}
     plan = outgoing(model if model is not None else torch.nn.Module(), like)
     files = Files(plan.files(like), shard_nbytes)
-    with written_aside(target, folder=True) as part, Writer(files, part.path) as writer:
-        files.make(part.path)
-        for name, key in LongWork(shows=True).items(list(plan.renamed.items()), f"writing {target.name}, in tensors"):
-            writer.write_whole(name, own[key].whole())
-        for group in LongWork(shows=True).items(plan.groups, f"writing {target.name}, in groups of tensors"):
-            for name, value in group.convert({key: own[key].whole() for key in group.members}).items():
-                writer.write_whole(name, value)
+    groups = files.in_order([*plan.groups, *alone(plan.renamed, like)])
+    with written(files, target) as (folder, writer):
+        for group in LongWork(shows=True).items(groups, f"writing {target.name}, in tensors"):
+            writer.write_all(group.convert({key: own[key].whole() for key in group.members}))
         dtype = next((value.dtype for value in like.values() if value.is_floating_point()), None)
-        write_extras(model, part.path, dtype, record.get("source"))
+        write_extras(model, folder, dtype, record.get("source"))

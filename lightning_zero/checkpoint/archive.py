@@ -10,25 +10,28 @@ and rank 0 writes each record's checksum into the table, where any zip tool find
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import pickle
 import struct
+import tempfile
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_zero.checkpoint.durable import write_at
+from lightning_zero.checkpoint.durable import naming, write_at, written_aside
 from lightning_zero.ranks.progress import SILENT, Did, LongWork
 from lightning_zero.settings import MIB
 from lightning_zero.tiers.pages import byte_view
+from lightning_zero.tiers.remote import Place, RemotePath
 
 CHUNK_NBYTES = 16 * MIB
 WriteAt = Callable[[memoryview, int], None]  # (bytes, offset in the file): writes all the bytes there
@@ -121,14 +124,33 @@ class Skeleton:
                 name = info.filename.partition("/")[2]
                 if name in sums:
                     info.CRC = sums[name]
-                    self._describe(name, sums[name])
+                    self.describe(name, sums[name])
             archive.comment = b""  # makes zipfile rewrite the table
 
-    def _describe(self, name: str, crc: int) -> None:
+    def describe(self, name: str, crc: int) -> None:
         """Write a record's checksum after its bytes too, for readers that do not use the table."""
         hole = self._records[name]
         if os.pread(self._fd, 4, hole.start + hole.nbytes) == _DESCRIPTOR:
             os.pwrite(self._fd, struct.pack("<I", crc), hole.start + hole.nbytes + 4)
+
+
+@contextlib.contextmanager
+def archive_at(target: Place, nbytes: int) -> Iterator[tuple[int, WriteAt]]:
+    """Yield a file for a :class:`Skeleton`, and what writes values into it, from its first byte to its last. The file
+    is at ``target`` at the end. For an object store, it is a local file without values, sent between the values."""
+    if not isinstance(target, RemotePath):
+        with written_aside(target) as part:
+            yield part.fd, partial(write_at, part.fd)
+        return
+    with naming(target), tempfile.TemporaryFile() as file, target.uploading(nbytes) as upload:
+
+        def write(data: memoryview, offset: int) -> None:
+            while (start := upload.tell()) < offset:
+                upload.write(os.pread(file.fileno(), min(offset - start, MIB), start))
+            upload.write(data)
+
+        yield file.fileno(), write
+        write(memoryview(b""), os.fstat(file.fileno()).st_size)
 
 
 def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork = SILENT) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_zero.planning.boxes import boxes
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.settings import ConfigError
-from lightning_zero.tiers.remote import Place, RemotePath, place
+from lightning_zero.tiers.remote import Place, RemotePath, names_in, place
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -81,9 +82,12 @@ class SafetensorsFolder:
                         "Complete the folder, or change zero.init_from."
                     )
             return [self.path / name for name in names]
-        found = [file for file in self.path.iterdir() if file.suffix == ".safetensors"]
-        if found := [self.path / name for name in sorted(file.name for file in found if "/" not in file.name)]:
-            return found
+        if found := [name for name in names_in(self.path) if name.endswith(".safetensors")]:
+            parts = re.findall(r"-of-(\d+)\.safetensors$", "\n".join(found), re.MULTILINE)
+            if parts and len(parts) < int(parts[0]):
+                got = f"expected {int(parts[0])} numbered files in {self.path}, got {len(parts)}"
+                raise ConfigError(f"zero.init_from: {got}. Complete the folder, or change zero.init_from.")
+            return [self.path / name for name in found]
         raise ConfigError(
             f"zero.init_from: expected *.safetensors files in {self.path}, got none. Save the model in that format "
             "(save_pretrained does), or change zero.init_from."

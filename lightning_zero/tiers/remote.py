@@ -90,7 +90,7 @@ class RemotePath:
         for path in sorted(self.iterdir(), key=lambda path: path.name != INDEX):
             path.unlink()
 
-    def open(self, mode: str, nbytes: int = 0) -> Any:
+    def open(self, mode: str, nbytes: int = 0, **options: Any) -> Any:
         """Open the file to read ranges, small ones by blocks that are kept; or to upload about ``nbytes`` bytes. An
         uploaded file appears at its close."""
         fs, key = self._place
@@ -104,12 +104,20 @@ class RemotePath:
                 return b"".join(map(blocks, range(start, -(-high // _MIB))))[low - start * _MIB : high - start * _MIB]
 
             return Ranges(fetch, size)
-        return _Upload(fs.open(key, mode, block_size=_MIB * max(16, nbytes // _MIB // _PARTS)))
+        return Upload(fs.open(key, mode, block_size=_MIB * max(16, nbytes // _MIB // _PARTS), **options))
 
-    def upload(self, write: Callable[[Any], Any], nbytes: int) -> None:
-        """Let ``write`` write about ``nbytes`` bytes to the file, which appears at the end, or not at all."""
-        with self._place[0].transaction, contextlib.closing(self.open("wb", nbytes)) as file:
-            write(file)
+    @contextlib.contextmanager
+    def uploading(self, nbytes: int) -> Iterator[Upload]:
+        """Let the body write about ``nbytes`` bytes to the file, which appears at the end, or not at all."""
+        upload: Upload = self.open("wb", nbytes, autocommit=False)
+        try:
+            yield upload
+            upload.close()
+            upload.file.commit()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                upload.file.discard()
+            raise
 
 
 def _read(fs: Any, key: str, low: int, high: int) -> bytes:
@@ -141,18 +149,25 @@ class Ranges(io.RawIOBase):
         return len(data)
 
 
-class _Upload:
+class Upload:
     """A file whose large writes are cut, because fsspec keeps all that one write hands over."""
 
     def __init__(self, file: Any) -> None:
-        self._file = file
+        self.file = file
         self.tell, self.flush, self.close = file.tell, file.flush, file.close
+        self._early: dict[int, bytes | memoryview] = {}  # by offset
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _MIB):
-            self._file.write(view[start : start + _MIB])
+            self.file.write(view[start : start + _MIB])
         return len(view)
+
+    def write_at(self, data: memoryview, offset: int) -> None:
+        """Write ``data`` at byte ``offset``, or keep a copy of it until the bytes before it have been written."""
+        self._early[offset] = data if offset == self.tell() else bytes(data)
+        while (here := self.tell()) in self._early:
+            self.write(self._early.pop(here))
 
 
 Place = Path | RemotePath
@@ -168,9 +183,14 @@ def place(path: str | os.PathLike[str] | RemotePath) -> Place:
     return Path(url_to_fs(text)[0]._strip_protocol(text) if "://" in text else text)
 
 
+def names_in(folder: Place) -> list[str]:
+    """Return the names of what lies in ``folder`` itself."""
+    return sorted({os.path.relpath(str(path), str(folder)).partition("/")[0] for path in folder.iterdir()})
+
+
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is a local folder, or one with an index in an object store. Only such a folder can be a
-    sharded checkpoint."""
-    if isinstance(found := place(path), RemotePath):
-        return not str(path).startswith("http") and (found / INDEX).is_file()
-    return found.is_dir()
+    """Return whether ``path`` is a folder. In an object store a name can be both: without an index it is the file."""
+    found = place(path)
+    if not isinstance(found, RemotePath) or str(path).startswith("http"):
+        return isinstance(found, Path) and found.is_dir()
+    return (found / INDEX).is_file() or (found.is_dir() and not found.is_file())

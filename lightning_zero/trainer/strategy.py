@@ -53,7 +53,7 @@ from lightning_zero.trainer.processes import Ended
 from lightning_zero.trainer.run import Run
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
-from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
+from lightning_zero.trainer.saves.sharded_checkpoints import refuse_writer
 from lightning_zero.trainer.settings import settings_of, strategies, with_precision
 from lightning_zero.trainer.steps import Steps
 from lightning_zero.trainer.summary import held_rows, print_held, print_units
@@ -149,8 +149,8 @@ class ZeroStrategy(Run):
             ConfigError: the folder is not empty, or some rank does not see it.
             Exception: writing failed. All ranks raise it, with the folder and the cause.
         """
-        folder, nbytes = local_path(self.broadcast(str(path)), "export"), parse_bytes("export(shard_size=)", shard_size)
-        export(self.engine, folder, parse_dtype("export(dtype=)", dtype), nbytes)
+        wanted, nbytes = parse_dtype("export(dtype=)", dtype), parse_bytes("export(shard_size=)", shard_size)
+        export(self.engine, self.broadcast(str(path)), wanted, nbytes)
 
     def finish_writes(self) -> None:
         """Wait until all background saves are on disk. Raise on all ranks if one has failed. Collective."""

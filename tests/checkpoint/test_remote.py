@@ -6,14 +6,18 @@ import contextlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import unquote
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_zero.app.convert import convert
 from lightning_zero.checkpoint import verify
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.checkpoint.sharded.save import save_folder
+from lightning_zero.pretrained import SafetensorsFolder
+from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.remote import is_folder
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.trainer.saves.sharded_checkpoints import read
@@ -72,7 +76,8 @@ def test_a_file_and_a_folder_of_one_name_replace_each_other(tmp_path: Path) -> N
     assert loaded(path) == (4.0,) * 4
     with mock.patch.object(ObjectStore, "before", mock.Mock(side_effect=[None, Killed])), pytest.raises(Killed):
         io.remove_checkpoint(path)
-    assert not is_folder(path) and keys(path)
+    with pytest.raises(ConfigError, match="store://.*: it has no .metadata, which is written last"):
+        convert(path, str(tmp_path / "out"), "full")
     io.remove_checkpoint(path)
     assert not keys(bucket(tmp_path / "b"))
 
@@ -128,3 +133,44 @@ def test_a_damaged_object_and_other_things_are_named(tmp_path: Path, capsys: pyt
     (tmp_path / "b" / "a.ckpt%2Fnotes.txt").write_text("mine")
     with pytest.raises(IsADirectoryError, match=r"other things in it \(notes.txt\)"):
         save(path, 2.0)
+
+
+def objects(store: Path, name: str) -> dict[str, bytes]:
+    """Return the bytes of the object ``name``, or of those in the folder ``name``."""
+    found = {unquote(path.name): path.read_bytes() for path in store.iterdir() if not path.name.startswith(".upload")}
+    return {key.removeprefix(name)[1:]: data for key, data in found.items() if f"{key}/".startswith(f"{name}/")}
+
+
+def test_converted_files_and_folders_are_those_of_a_disk_and_a_kill_leaves_none_half(tmp_path: Path) -> None:
+    """In a folder of several files, the index is the last to appear; without a file, the folder is refused."""
+    state = {f"w{number}": torch.full((9000,), float(number)) for number in range(5)} | {"b": torch.ones(3).double()}
+    torch.save({"state_dict": state, "optimizer_states": [], "rest": torch.ones(3)}, tmp_path / "in")
+    source, store = str(tmp_path / "in"), bucket(tmp_path / "b")
+    for to, options in {"full": {}, "safetensors": {"shard_size": "80KB"}}.items():
+        convert(source, str(tmp_path / to), to, **options)  # type: ignore[arg-type]
+        paths = [tmp_path / to] if to == "full" else (tmp_path / to).iterdir()
+        whole = {path.name if to != "full" else "": path.read_bytes() for path in paths}
+        for moment in range(20):
+            name, calls = f"{to}{moment}", 0
+
+            def act(kind: str, key: str, moment: int = moment) -> None:
+                nonlocal calls
+                calls += 1
+                if calls > moment:
+                    raise Killed
+
+            with mock.patch.object(ObjectStore, "before", act), contextlib.suppress(Killed):
+                convert(source, f"{store}/{name}", to, **options)  # type: ignore[arg-type]
+            found = objects(tmp_path / "b", name)
+            if calls <= moment:
+                break
+            assert found.items() < whole.items() and "model.safetensors.index.json" not in found
+            if len(found) < 3:
+                with pytest.raises(ConfigError):
+                    SafetensorsFolder(f"{store}/{name}")
+        assert found == whole and (len(found), moment) == ((1, 2) if to == "full" else (4, 8))
+        with pytest.raises(ConfigError, match="expected nothing at store://.*, got something"):
+            convert(source, f"{store}/{name}", to)
+    (tmp_path / "b" / f"{name}%2Fmodel.safetensors.index.json").unlink()
+    (tmp_path / "b" / f"{name}%2Foriginal%2Fother.safetensors").touch()
+    assert sorted(SafetensorsFolder(f"{store}/{name}").keys) == sorted(state)

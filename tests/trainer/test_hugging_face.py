@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -26,6 +27,7 @@ from lightning_zero.settings import ConfigError
 from tests.engine.test_pretrained import CONFIGS, TOKENS, make, saved, transformers
 from tests.harness import on_ranks
 from tests.models import Does
+from tests.object_store import ObjectStore, bucket, keys
 from tests.trainer.toys import assert_weights, files, trainer, weights
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")]
@@ -115,6 +117,13 @@ def assert_streams(module: Any, folder: Path, dtype: torch.dtype | None) -> None
     assert_weights(dict(sorted(found.items())), dict(sorted(files.items())), tolerance=0)
 
 
+def assert_same_files(folder: Path, address: str) -> None:
+    fs, root = fsspec.core.url_to_fs(address)
+    assert files(folder) == keys(address)
+    for file in files(folder):
+        assert fs.cat_file(f"{root}/{file}") == (folder / file).read_bytes(), file
+
+
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize(
@@ -126,14 +135,17 @@ def test_exported_model_gives_the_logits_of_the_trained_one(kind: str, stage: st
     if dist.get_rank() == 0:
         (tmp_path / "in" / "tokenizer.json").write_text("{}")
         (tmp_path / "in" / "README.md").write_text("not ours to copy")
+        fsspec.filesystem("store").put(f"{tmp_path}/in/", f"{bucket(tmp_path / 'b')}/in/", recursive=True)
     dist.barrier()
-    module = Lit(kind)
-    of = fit(module, tmp_path, stage=stage, init_from=str(tmp_path / "in"))
+    module, store = Lit(kind), bucket(tmp_path / "b")
+    of = fit(module, tmp_path, stage=stage, init_from=f"{store}/in")
     module.eval()
     with of.strategy.step_scope():
         expected = module.model(TOKENS).logits
     state = {key.removeprefix("model."): value for key, value in weights(of).items()}
     of.strategy.export(tmp_path / "out", shard_size="40KB")
+    of.strategy.export(f"{store}/out", shard_size="40KB")
+    assert_same_files(tmp_path / "out", f"{store}/out")
     assert_streams(module, tmp_path / "out", None)
     if dist.get_rank() == 0:  # the model's own way, on one rank alone
         module.model.save_pretrained(tmp_path / "alone")
@@ -236,6 +248,15 @@ def test_export_of_a_plain_module_holds_its_state_dict(tmp_path: Path) -> None:
     export(engine, tmp_path / "out", None, sum(value.nbytes for value in expected.values()))  # one file just holds them
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert_weights(dict(sorted(found.items())), dict(sorted(expected.items())), tolerance=0)
+    store = bucket(tmp_path / "b")
+    for shard_nbytes in (2**30, 300):
+        name = f"out{shard_nbytes}"
+        export(engine, tmp_path / name, torch.bfloat16, shard_nbytes)
+        export(engine, f"{store}/{name}", torch.bfloat16, shard_nbytes)
+        assert_same_files(tmp_path / name, f"{store}/{name}")
+    assert len(files(tmp_path / name)) == 3
+    with pytest.raises(ConfigError, match="expected a new or empty folder, got store://"):
+        export(engine, f"{store}/{name}", None, shard_nbytes)
     engine.release()
 
 
@@ -250,4 +271,9 @@ def test_failing_export_leaves_no_file(rank: int, what: str, tmp_path: Path) -> 
     with full if dist.get_rank() == rank else nullcontext(), pytest.raises((OSError, RuntimeError), match=says):
         export(engine, tmp_path / "out", None, 2**30)
     assert not files(tmp_path)
+    store = bucket(tmp_path / "b")
+    full = mock.patch.object(ObjectStore, "before", side_effect=OSError(28, "No space left on device"))
+    with full if dist.get_rank() == 0 else nullcontext(), pytest.raises((OSError, RuntimeError), match=says):
+        export(engine, f"{store}/out", None, 2**30)
+    assert not keys(store)
     engine.release()

@@ -25,10 +25,10 @@ from lightning_zero.checkpoint import verify
 from lightning_zero.trainer.saves.sharded_checkpoints import read
 from tests import harness
 from tests.harness import Pool
-from tests.trainer.toys import Lit, assert_weights, fit, loaded_weights, loader, once, seeded, sharded, trainer
+from tests.trainer.toys import Lit, assert_weights, fit, loaded_weights, loader, once, seeded, sharded, trainer, weights
 
 pytest.importorskip("moto")
-pytest.importorskip("s3fs")
+s3fs = pytest.importorskip("s3fs")
 
 # Those calls to S3 that change something.
 CHANGES = {"PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "DeleteObject"}
@@ -88,9 +88,36 @@ def load(server: str, root: Path, background: bool, saved: dict[str, Tensor]) ->
         sharded("zero1"), folder, limit_val_batches=0, enable_checkpointing=True, callbacks=[saves], ckpt_path="last"
     )
     assert again.trainer.current_epoch == 2 and len(again.losses) == len(loader())
-    once(lambda: convert(path, str(root / "one.ckpt"), to="full"))
-    assert_weights(loaded_weights(root / "one.ckpt", sharded("zero2"), root, Lit()), again.weights, tolerance=0)
+    for target in (str(root / "one.ckpt"), f"{folder}/one.ckpt"):
+        once(lambda to=target: convert(path, to, to="full"))  # type: ignore[misc]
+        assert_weights(loaded_weights(target, sharded("zero2"), root, Lit()), again.weights, tolerance=0)
     assert verify.main([path]) == 0
+    check = trainer("zero3", root)
+    check.validate(Lit(), loader(), ckpt_path=path, verbose=False)
+    assert_weights(weights(check), again.weights, tolerance=0)
+
+
+def export(server: str, root: Path) -> None:
+    """Both write the same files, of several parts, and ``init_from`` reads them."""
+    use(server)
+    of = trainer(sharded(), root, max_steps=1, limit_val_batches=0)
+    of.fit(seeded(lambda: Lit(WIDTH, 3), 1), loader())
+    of.strategy.export("s3://bucket/model", shard_size="25MB")  # type: ignore[attr-defined]
+    of.save_checkpoint("s3://bucket/wide.ckpt")
+    once(lambda: convert("s3://bucket/wide.ckpt", "s3://bucket/converted", to="safetensors", shard_size="25MB"))
+    fs = s3fs.S3FileSystem(skip_instance_cache=True)
+    names = [path.rpartition("/")[2] for path in fs.find("bucket/model")]
+    assert names == [path.rpartition("/")[2] for path in fs.find("bucket/converted")] and len(names) > 2, names
+    assert all(fs.cat(f"bucket/model/{name}") == fs.cat(f"bucket/converted/{name}") for name in names)
+    for source in ("model", "converted"):
+        strategy = sharded("zero2", init_from=f"s3://bucket/{source}")
+        read = trainer(strategy, root)
+        read.validate(Lit(WIDTH, 3), loader(), verbose=False)
+        assert_weights(weights(read), weights(of), tolerance=0)
+
+
+def test_a_model_is_exported_converted_and_read(server: str, tmp_path: Path) -> None:
+    harness.run(2, export, server, tmp_path, timeout=200)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -1,16 +1,18 @@
 """Export a sharded model to a folder, or yield its tensors in the form of such files.
 
-To export, each rank writes its ranges of tensors. Only tensors to convert are gathered.
+To export, each rank writes its ranges of tensors. Only tensors to convert are gathered. An object store takes no
+ranges, so for it all tensors are gathered, one after another, and rank 0 uploads them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import fnmatch
 import itertools
 import os
-import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,9 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.durable import Part, naming, written_aside
-from lightning_zero.checkpoint.hugging_face.files import Files, Writer
-from lightning_zero.checkpoint.hugging_face.names import Group, Outgoing, folder_of, outgoing
+from lightning_zero.checkpoint.durable import naming
+from lightning_zero.checkpoint.hugging_face.files import Files, Writer, written
+from lightning_zero.checkpoint.hugging_face.names import Group, Outgoing, alone, folder_of, outgoing
 from lightning_zero.checkpoint.sharded.items import by_home
 from lightning_zero.comm.agreements import broadcast_object, together
 from lightning_zero.engine import Engine, engine_of
@@ -33,6 +35,7 @@ from lightning_zero.engine.whole.state_dicts import sharded_state_dict
 from lightning_zero.engine.whole.values import TensorParts, in_whole
 from lightning_zero.engine.whole.whole_params import show_gathered
 from lightning_zero.settings import ConfigError
+from lightning_zero.tiers.remote import Place, RemotePath, names_in, place
 
 T = TypeVar("T")
 # Files of tokenizers and processors.
@@ -63,8 +66,8 @@ def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | No
     of floating-point tensors (None: as before sharding), ``shard_nbytes`` the largest size of a file. Raises
     ConfigError if ``path`` is not empty or some ranks do not see it. If the folder cannot be written, all ranks raise,
     with folder and cause."""
-    with naming(Path(path), folder=True):
-        _Export(engine, Path(path), dtype, shard_nbytes).run()
+    with naming(target := place(path), folder=True):
+        _Export(engine, target, dtype, shard_nbytes).run()
 
 
 def stream(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -122,23 +125,24 @@ class _Tensors:
         return torch.empty(value.shape, dtype=wanted, device="meta")
 
     @outside_autograd
-    def _gather(self, key: str) -> Tensor:
-        """Return the whole parameter ``key``. Its bucket stays gathered until another one is needed. Collective."""
-        place = self._engine.units.place_of(self._infos[key].param)
-        if self._gathered is None or self._gathered[0] is not place.bucket:
+    def _gather(self, key: str, state: Mapping[str, Any]) -> Tensor:
+        """Return the whole tensor ``key``. Its bucket stays gathered until another one is needed. Collective."""
+        if key not in self._infos:
+            return state[key]  # type: ignore[no-any-return]
+        found = self._engine.units.place_of(self._infos[key].param)
+        if self._gathered is None or self._gathered[0] is not found.bucket:
             self._gathered = None  # first, so that two are never held
             with self._engine.comm.set_place("export or lightning_zero.stream, of which all ranks take all tensors"):
-                self._gathered = place.bucket, place.bucket.full_master()
-        return joined(self._engine.comm, place.info, place.bucket.part_of(self._gathered[1], place.info))
+                self._gathered = found.bucket, found.bucket.full_master()
+        return joined(self._engine.comm, found.info, found.bucket.part_of(self._gathered[1], found.info))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         state, like, plan = self._plan()
         order = {key: number for number, key in enumerate(self._infos)}  # bucket by bucket
         for name, key in sorted(plan.renamed.items(), key=lambda item: order.get(item[1], -1)):
-            value = self._gather(key) if key in self._infos else state[key]
-            yield name, value.detach().to(like[key].dtype)
+            yield name, self._gather(key, state).detach().to(like[key].dtype)
         for group in plan.groups:
-            values = {key: self._gather(key).clone() for key in group.members}
+            values = {key: self._gather(key, state).clone() for key in group.members}
             for name, value in group.convert(values).items():
                 yield name, value.to(group.results[name].dtype)
 
@@ -148,22 +152,22 @@ class _Tensors:
 
 
 class _Export(_Tensors):
-    def __init__(self, engine: Engine, path: Path, dtype: torch.dtype | None, shard_nbytes: int) -> None:
+    def __init__(self, engine: Engine, path: Place, dtype: torch.dtype | None, shard_nbytes: int) -> None:
         super().__init__(engine, dtype)
         self._path, self._shard_nbytes = path, shard_nbytes
+        self._is_remote = isinstance(path, RemotePath)
 
     def run(self) -> None:
         state, like, plan = self._plan()
         with contextlib.ExitStack() as stack:  # the writer exits before the folder gets its name
-            files, part = self._together("a folder", lambda: self._begin(stack, plan, like))
-            made = str(part.path) if part is not None else ""
+            files, made, begun = self._together("a folder", lambda: self._begin(stack, plan, like))
             folder = Path(broadcast_object(self._engine._group, made, 0, self._engine.comm.waits))
-            writer = self._together("its files", lambda: self._open(stack, files, folder))
+            writer = self._together("its files", lambda: begun or self._open(stack, files, folder))
             self._together("tensors", lambda: self._write_own(writer, plan, state))
-            turned = {name: key for name, key in plan.renamed.items() if _is_turned(state[key])}
-            groups = [*plan.groups, *(Group((key,), {}, partial(_named, name, key)) for name, key in turned.items())]
+            turned = {name: key for name, key in plan.renamed.items() if self._is_gathered(state[key])}
+            groups = files.in_order([*plan.groups, *alone(turned, like)])
             for number, group in enumerate(self._shown(groups, "groups of tensors")):
-                values = {key: self._gather(key) for key in group.members}
+                values = {key: self._gather(key, state) for key in group.members}
                 convert = partial(self._convert, writer, group, values, number)
                 self._together("tensors that are kept otherwise", convert)
             # Before the folder gets its name, the files of all ranks must be on the disk.
@@ -174,21 +178,24 @@ class _Export(_Tensors):
     def _shown(self, items: Sequence[T], what: str) -> Iterator[T]:
         return self._engine.comm.long_work.items(items, f"exporting to {self._path.name}, in {what}")
 
+    def _is_gathered(self, value: Any) -> bool:
+        """Return whether no rank can write its ranges of ``value``: files need row-major tensors."""
+        return self._is_remote or (isinstance(value, TensorParts) and list(value.order) != sorted(value.order))
+
     # -- steps on all ranks ---------------------------------------------------------------------------------------
 
-    def _begin(self, stack: Any, plan: Outgoing, like: Mapping[str, Tensor]) -> tuple[Files, Part | None]:
+    def _begin(self, stack: Any, plan: Outgoing, like: Mapping[str, Tensor]) -> tuple[Files, str, Writer | None]:
         # PEFT reads the adapters of one file.
         files = Files(plan.files(like), self._shard_nbytes if not plan.adapters else sys.maxsize)
-        if self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
-            raise ConfigError(f"export: expected a new or empty folder, got {self._path}. Give another one.")
-        part = None
-        if self._engine.comm.rank == 0:
-            part = stack.enter_context(written_aside(self._path, folder=True))
-            files.make(part.path)
-        return files, part
+        if self._path.is_file() or (self._path.is_dir() and any(self._path.iterdir())):
+            raise ConfigError(f"export: expected a new or empty folder, got {self._path}. Give another, or empty it.")
+        if self._engine.comm.rank:
+            return files, "", None
+        folder, writer = stack.enter_context(written(files, self._path))
+        return files, str(folder), writer
 
     def _open(self, stack: Any, files: Files, folder: Path) -> Writer:
-        if not folder.is_dir():
+        if not self._is_remote and not folder.is_dir():
             raise ConfigError(
                 f"export: expected a folder that all ranks see, got {folder.parent}, where rank "
                 f"{self._engine.comm.rank} does not see what rank 0 has made. Export to a file system that all nodes "
@@ -207,20 +214,20 @@ class _Export(_Tensors):
         found: list[_Piece] = []
         for name, key in plan.renamed.items():
             value = state[key]
+            if self._is_gathered(value):
+                continue
             if not isinstance(value, TensorParts):
                 if self._engine.comm.rank == 0:
                     found.append(_Piece(name, 0, None, lambda v=value: v.reshape(-1)))  # type: ignore[misc]
                 continue
-            if not _is_turned(value):
-                for part in value.parts:
-                    for piece in in_whole(part, value.of_whole):
-                        found.append(_Piece(name, piece.start, piece.storage, lambda p=piece: p.source.tensor))  # type: ignore[misc]
+            for part in value.parts:
+                for piece in in_whole(part, value.of_whole):
+                    found.append(_Piece(name, piece.start, piece.storage, lambda p=piece: p.source.tensor))  # type: ignore[misc]
         return by_home(found)
 
     def _convert(self, writer: Writer, group: Group, values: dict[str, Tensor], number: int) -> None:
-        if number % self._engine.comm.world_size == self._engine.comm.rank:
-            for name, value in group.convert({key: v.cpu() for key, v in values.items()}).items():
-                writer.write_whole(name, value)
+        if self._engine.comm.rank == (number % self._engine.comm.world_size if not self._is_remote else 0):
+            writer.write_all(group.convert({key: v.cpu() for key, v in values.items()}))
 
     def _end(self, stack: contextlib.ExitStack, plan: Outgoing, folder: Path) -> None:
         self._gathered = None
@@ -228,15 +235,6 @@ class _Export(_Tensors):
             dtype = self._dtype or next((i.dtype for i in self._infos.values() if i.dtype.is_floating_point), None)
             write_extras(plan.model, folder, dtype, self._engine.config.init_from, plan.adapters)
         stack.close()
-
-
-def _is_turned(value: Any) -> bool:
-    """Return whether a sharded tensor is not row-major in memory. Files need row-major ones, so it must be gathered."""
-    return isinstance(value, TensorParts) and list(value.order) != sorted(value.order)
-
-
-def _named(name: str, key: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values[key]}
 
 
 def write_extras(
@@ -261,8 +259,20 @@ def write_extras(
         if generation is not None:
             generation.save_pretrained(folder)
     for origin in (source, getattr(getattr(model, "config", None), "_name_or_path", None)):
-        if origin and Path(origin).expanduser().is_dir():
-            for path in itertools.chain.from_iterable(map(Path(origin).expanduser().glob, COMPANIONS)):
-                if path.is_file() and not (folder / path.name).exists():
-                    shutil.copyfile(path, folder / path.name)
+        if origin and (found := _companions(origin)) is not None:
+            for name in set(found) - set(os.listdir(folder)):
+                (folder / name).write_bytes(found[name])
             return
+
+
+def _companions(origin: str) -> dict[str, bytes] | None:
+    """Return the files of tokenizers and processors in the folder ``origin``, by name. None: there is no folder."""
+    try:
+        source = place(os.path.expanduser(origin))
+        if not source.is_dir():
+            return None
+        own = [source / name for name in names_in(source) if any(fnmatch.fnmatch(name, form) for form in COMPANIONS)]
+        return {path.name: path.read_bytes() for path in own if path.is_file()}
+    except Exception as error:
+        warnings.warn(f"{origin}: the files of its tokenizer could not be copied: {error}", stacklevel=2)
+        return None

@@ -10,20 +10,26 @@ shapes, files are made in full length, and each rank writes its ranges of the te
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.durable import write_at
+from lightning_zero.checkpoint.archive import WriteAt
+from lightning_zero.checkpoint.durable import naming, write_at, written_aside
+from lightning_zero.checkpoint.hugging_face.names import Group
 from lightning_zero.planning.layout import round_up
 from lightning_zero.pretrained.folder import DTYPES, INDEX
 from lightning_zero.settings import ConfigError
+from lightning_zero.tiers import remote
 from lightning_zero.tiers.pages import byte_view
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -54,7 +60,7 @@ class Files:
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], shard_nbytes: int) -> None:
         self.names: list[str] = []
         self.places: dict[str, Place] = {}
-        self._heads: dict[str, tuple[bytes, int]] = {}  # header and size of each file
+        self.heads: dict[str, tuple[bytes, int]] = {}  # header and size of each file
         for file, own in tensors.items():
             self._divide(file, own, shard_nbytes)
 
@@ -87,7 +93,7 @@ class Files:
         text = json.dumps(header).encode()
         text += b" " * (round_up(len(text), _ALIGN) - len(text))
         head = struct.pack("<Q", len(text)) + text
-        self._heads[file] = head, len(head) + offset
+        self.heads[file] = head, len(head) + offset
         folder = file.rpartition("/")[0]
         for name, tensor in group.items():
             self.places[f"{folder}/{name}" if folder else name] = Place(
@@ -96,17 +102,24 @@ class Files:
 
     def make(self, folder: Path) -> None:
         """Make all files in full length, with headers and no values; also an index if there are several files."""
-        for name, (head, size) in self._heads.items():
+        for name, (head, size) in self.heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
             with (folder / name).open("wb") as file:
                 file.write(head)
                 file.truncate(size)
+        self.make_index(folder)
+
+    def make_index(self, folder: remote.Place) -> None:
         if len(self.names) > 1:
             index = {
                 "metadata": {"total_size": self._nbytes},
                 "weight_map": {name: place.file for name, place in sorted(self.places.items())},
             }
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (folder / INDEX).write_bytes((json.dumps(index, indent=2) + "\n").encode())
+
+    def in_order(self, groups: Iterable[Group]) -> list[Group]:
+        """Return ``groups`` in the order of their tensors in the files."""
+        return sorted(groups, key=lambda group: min((self.places[name][:2] for name in group.results), default=("", 0)))
 
 
 class Writer:
@@ -131,12 +144,67 @@ class Writer:
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Write ``values`` [n], cast to the file's dtype, as the tensor's row-major elements from ``start`` on."""
         place = self._files.places[name]
-        if place.file not in self._open:
-            self._open[place.file] = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)
-        dtype = place.dtype
+        write, dtype = self._opened(place.file), place.dtype
         for low in range(0, values.numel(), CHUNK):
             part = values[low : low + CHUNK].detach().to(device="cpu", dtype=dtype).contiguous()
-            write_at(self._open[place.file], byte_view(part), place.start + (start + low) * dtype.itemsize)
+            write(byte_view(part), place.start + (start + low) * dtype.itemsize)
 
-    def write_whole(self, name: str, value: Tensor) -> None:
-        self.write(name, 0, value.reshape(-1))
+    def write_all(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.write(name, 0, value.reshape(-1))
+
+    def _opened(self, file: str) -> WriteAt:
+        if file not in self._open:
+            self._open[file] = os.open(self._folder / file, os.O_WRONLY | os.O_CLOEXEC)
+        return partial(write_at, self._open[file])
+
+
+class _Uploads(Writer):
+    """Writes the files into a folder of an object store, each from its first byte to its last. ``stack``: at its exit
+    they appear."""
+
+    def __init__(self, files: Files, folder: remote.RemotePath, stack: contextlib.ExitStack) -> None:
+        super().__init__(files, Path())
+        self._target, self._stack = folder, stack
+        self._uploads: dict[str, remote.Upload] = {}
+
+    def _opened(self, file: str) -> WriteAt:
+        head, nbytes = self._files.heads[file]
+        if (upload := self._uploads.get(file)) is None:
+            upload = self._uploads[file] = self._stack.enter_context((self._target / file).uploading(nbytes))
+            upload.write(head)
+
+        def write(data: memoryview, offset: int) -> None:
+            upload.write_at(data, offset)
+            if upload.tell() == nbytes:
+                upload.close()  # it needs memory no longer
+
+        return write
+
+    def finish(self) -> None:
+        """Begin files without values. Raise RuntimeError if values are missing."""
+        for file, (_, nbytes) in self._files.heads.items():
+            self._opened(file)
+            if (found := self._uploads[file].tell()) != nbytes:
+                raise RuntimeError(f"{file}: only {found:,} of {nbytes:,} bytes were written")
+
+
+@contextlib.contextmanager
+def written(files: Files, target: remote.Place) -> Iterator[tuple[Path, Writer]]:
+    """Yield a local folder for small files, and a writer of ``files``. At the end all of them are in the new folder
+    ``target``; if the body fails, none. In an object store what makes the model loadable comes last."""
+    if not isinstance(target, remote.RemotePath):
+        with written_aside(target, folder=True) as part, Writer(files, part.path) as writer:
+            files.make(part.path)
+            yield part.path, writer
+        return
+    with naming(target, folder=True), tempfile.TemporaryDirectory() as made:
+        small = Path(made)
+        with contextlib.ExitStack() as stack:
+            uploads = _Uploads(files, target, stack)
+            yield small, uploads
+            uploads.finish()
+            for path in small.rglob("*"):
+                if path.is_file():
+                    (target / str(path.relative_to(small))).write_bytes(path.read_bytes())
+        files.make_index(target)

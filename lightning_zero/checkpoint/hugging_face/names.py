@@ -57,6 +57,12 @@ class Outgoing(NamedTuple):
         return found
 
 
+def alone(renamed: Mapping[str, str], state: Mapping[str, Tensor]) -> list[Group]:
+    """Return a group for each tensor in ``renamed``, which has the form of ``Outgoing.renamed``."""
+    named = lambda name, key, values: {name: values[key]}  # noqa: E731
+    return [Group((key,), {name: state[key]}, partial(named, name, key)) for name, key in renamed.items()]
+
+
 def folder_of(adapter: str) -> str:
     return "" if adapter == "default" else f"{adapter}/"
 

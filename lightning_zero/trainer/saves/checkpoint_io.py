@@ -9,7 +9,6 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -41,7 +40,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             found, nbytes = place(path), _nbytes(checkpoint)
             as_usual = storage_options is not None or not saves_as_torch() or not lacks_memory(2 * nbytes)
             if isinstance(found, RemotePath) and not as_usual:
-                found.upload(partial(torch.save, checkpoint), nbytes)  # slower than Lightning, which makes two copies
+                with found.uploading(nbytes) as file:  # slower than Lightning, which makes two copies
+                    torch.save(checkpoint, file)  # type: ignore[arg-type]
             else:
                 super().save_checkpoint(checkpoint, path, storage_options)
             if isinstance(found, RemotePath):

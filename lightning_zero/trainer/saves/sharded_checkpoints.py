@@ -16,7 +16,6 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,20 +29,13 @@ from lightning_zero.lightning_api import CheckpointIO, TorchCheckpointIO
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.settings import CheckpointConfig, CheckpointFormat, ConfigError
-from lightning_zero.tiers.remote import RemotePath, place
+from lightning_zero.tiers.remote import place
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
 from lightning_zero.trainer.saves.held import HELD
 
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
 RECORD = "lightning_zero_sharded"  # in meta.pt: the number of optimizers, and a module's entries that are not tensors
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
-
-
-def local_path(path: Any, key: str) -> Path:
-    """Return ``path`` as a local Path. Raise ConfigError if it is not on a file system of this machine."""
-    if isinstance(found := place(path), RemotePath):
-        raise ConfigError(f"{key}: expected a path on a file system that is mounted, got {path}. Give such a path.")
-    return found
 
 
 def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
