@@ -16,7 +16,7 @@ import pytest
 
 from tests.harness import ROOT, run_command
 
-GUIDES = ["own_module", "one_gpu", "teachers", "huggingface"]
+GUIDES = ["own_module", "one_gpu", "cli_and_fabric", "teachers", "huggingface"]
 
 
 @pytest.mark.full

@@ -280,7 +280,9 @@ def test_the_copy_of_the_module_that_is_there_after_a_run(command: Any, planned:
     assert row["after_run"]["host"] == {"whole_copy": -(-nbytes // 8)} and row["fits"]
     assert row["per_host"] == 8 * -(-nbytes // 8)
     assert without["after_run"] is None and not without["fits"]
-    assert "a copy of the whole module takes 3.3M of each host; peak/host includes it (zero.gather_after_fit=null)" in text
+    assert (
+        "a copy of the whole module takes 3.3M of each host; peak/host includes it (zero.gather_after_fit=null)" in text
+    )
     document, text = whole(command, planned, "null", "3MB")  # nothing fits beside it, and nothing need
     assert row_of(document, "zero0", "none")["fits"] and row_of(document, "zero0", "none")["per_host"] == 0
     assert "After a run the module stays sharded: a whole copy takes 3.3M of each host, which do not fit" in text
