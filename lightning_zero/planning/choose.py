@@ -122,10 +122,9 @@ def _reason(chosen: Row, rows: Sequence[Row], usable: Machine, rates: Rates) -> 
     at = " at assumed rates" if rates in (CPU_RATES, GPU_RATES) else ""
     fitting = sum(row.fits for row in rows)
     parts = [
-        f"the fastest of {fitting} combinations that fit, of {len(rows)}"
-        if len(rows) > 1
-        else "the only candidate",
-        f"an expected {seconds_text(chosen.time.seconds)} per step{at}, bound by {chosen.time.binding.replace('_', ' ')}",
+        f"the fastest of {fitting} combinations that fit, of {len(rows)}" if len(rows) > 1 else "the only candidate",
+        f"an expected {seconds_text(chosen.time.seconds)} per step{at}, "
+        f"bound by {chosen.time.binding.replace('_', ' ')}",
     ]
     faster = [r for r in rows if not r.fits and r.time is not None and _rank(r) < _rank(chosen)]
     if faster:

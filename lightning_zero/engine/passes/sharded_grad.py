@@ -396,7 +396,7 @@ class ShardedGrads:
                     grad = get_grad(info.param)
                 if grad is not None and grad is not self._of.get(id(info.param)):
                     raise RuntimeError(
-                        f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
+                        f"{info.fqn}.grad was assigned. Gradients are sharded: change them inside "
                         "`with lightning_zero.gather(module, grads=True):`."
                     )
                 if grad is not None and info.slot in grads.agreed:
