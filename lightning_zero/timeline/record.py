@@ -126,7 +126,8 @@ class Timeline:
                 f"Bars of {len(shown)} of them: rank 0, and those that wait least (others wait for them) and most. "
                 "The table and trace.json have all ranks. "
             )
-        note += "Dashed lines: ends of steps. Hover over a bar for details. trace.json opens in ui.perfetto.dev."
+        note += "The table shows for how many ms per step computation waits, by kind. Dashed lines: ends of steps. "
+        note += "Hover over a bar for details. trace.json opens in ui.perfetto.dev."
         events = [event for lanes in ranks for event in _events(lanes, window[0])]
         trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
         (folder / "trace.json").write_text(trace)
