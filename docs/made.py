@@ -240,7 +240,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in the table of settings, and turn links to files outside of ``docs/`` into links to their pages."""
     name = page.file.src_uri
-    markdown = with_made(markdown) if name == "settings.md" else markdown
+    if name == "settings.md":
+        markdown, page.meta["search"] = with_made(markdown), {"boost": 2}
     return markdown if name in {*OTHERS, API} else _moved(markdown, f"docs/{name}")
 
 

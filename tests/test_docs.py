@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -110,6 +111,31 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file.exists(), f"{page.name}: {target}"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """The commands of Hydra in a page's shell blocks: which one, and its overrides."""
+    for block in re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").replace("$run", "outputs/run").splitlines():
+            words = [word.removeprefix("ARGS=") for word in shlex.split(line, comments=True)]
+            names = [word.removeprefix("lightning_zero.") for word in words]
+            if "..." not in words and (
+                found := [n for n, name in enumerate(names) if name in ("train", "plan", "submit")]
+            ):
+                own = words[: words.index("--")] if "--" in words else words
+                yield (
+                    names[found[0]],
+                    [word for word in own[found[0] + 1 :] if not word.startswith("--") and "=" in word],
+                )
+
+
+@by_page
+def test_commands_compose(page: Path) -> None:
+    register_schema()
+    with initialize_config_module("lightning_zero.conf.app", version_base="1.3"):
+        for job, overrides in commands(page):
+            if "hparams_search=optuna" not in overrides:  # whose package is not there
+                compose(job, [re.sub(r"=([\w.-]+),[\w.,-]+$", r"=\1", override) for override in overrides])
 
 
 # -- the site, and what is made from the code ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Each example runs as it is and learns, that of docs/fabric.md too."""
+"""Each example runs as it is and learns."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from hydra.core.global_hydra import GlobalHydra
 
-from tests.harness import ROOT, forked, free_port, run_command
+from tests.harness import ROOT, forked, run_command
 
 EXAMPLES = ROOT / "examples"
 
@@ -146,22 +144,3 @@ def test_adapters_are_trained_and_saved_alone(name: str, out: str, llama: Path, 
 def test_every_example_has_a_test() -> None:
     here = Path(__file__).read_text() + (Path(__file__).parent / "launch" / "test_ray.py").read_text()
     assert all(f'"{f.name}"' in here for f in EXAMPLES.glob("*.py"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("by", ["alone", "torchrun"])
-def test_the_example_of_the_documentation(by: str, tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "fabric.md").read_text(), re.S)
-    script = tmp_path / "train.py"
-    script.write_text(code)
-    if by == "alone":  # rank 0 is a fork of this process
-        main = partial(runpy.run_path, str(script), run_name="__main__")
-        found = forked(main, tmp_path, [str(script)], code=0, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    else:
-        torchrun = ("python", "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
-        found = run_command(*torchrun, script, folder=tmp_path, code=0)
-    ((step, loss),) = re.findall(r"^step (\d+): loss ([\d.]+)$", found.stdout, re.M)  # once: rank 0 alone prints
-    assert found.stdout.count("loss") == 1
-    assert int(step) >= 12 and float(loss) < 0.6
-    state = torch.load(tmp_path / "fabric.ckpt", weights_only=True)
-    assert state["step"] == int(step) and state["model"]["0.weight"].shape == (64, 16)

@@ -1,4 +1,4 @@
-"""Train a small model at every stage and on every tier of this machine: ``python -m lightning_zero.env --check``.
+"""Train a small model at every stage and with every offload of this machine: ``python -m lightning_zero.env --check``.
 
 For each stage, offload setting and precision, a model trains a few steps from the same weights, in one process per GPU
 (or two on the CPU). Losses must equal DistributedDataParallel's up to rounding, bytes between steps the plan's.
@@ -62,7 +62,7 @@ def check(text: str, folder: str | None) -> None:
         sys.exit(f"--check: expected a part of one of {', '.join(row.name for row in rows())}, got {text!r}")
     ranks, on_gpu, begin = gpu_count() or 2, bool(gpu_count()), time.monotonic()
     print(
-        f"{len(chosen)} combinations on {ranks} {'GPU' if on_gpu else 'CPU'} process(es); losses beside DDP's",
+        f"{len(chosen)} combinations on {ranks} {'GPU' if on_gpu else 'CPU'} process(es); compares losses with DDP's",
         flush=True,
     )
     with socket.socket() as free:

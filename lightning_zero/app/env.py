@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--check", metavar="TEXT", nargs="?", const="",
-        help="train a small model at every stage and on every tier, or those whose names have TEXT in them",
+        help="train a small model at every stage and with every offload, or with those whose names contain TEXT",
     )  # fmt: skip
     given = parser.parse_args(arguments)
     if given.disk is not None and not os.path.isdir(given.disk):

@@ -22,13 +22,13 @@ ROLES = {
     Role.master_param: ("#56b4e9", "master weights"),
     Role.optim_state: ("#009e73", "optimizer state"),
     Role.grad: ("#e69f00", "gradients"),
-    Role.gathered: ("#cc79a7", "gathered"),
-    Role.reducing: ("#d55e00", "being reduced"),
-    Role.staging: ("#999999", "between tiers"),
+    Role.gathered: ("#cc79a7", "gathered parameters"),
+    Role.reducing: ("#d55e00", "gradients in reduction"),
+    Role.staging: ("#999999", "transfer buffers"),
     Role.activation: ("#f0e442", "activations, batch"),
     Role.whole_copy: ("#882255", "copy of the model after fit"),  # of another palette
 }
-GROUND, INK, LINE = "#ffffff", "#1a1a1a", "#b00020"  # background, text, line of the memory there is
+GROUND, INK, LINE = "#ffffff", "#1a1a1a", "#b00020"  # background, text, line of the available memory
 Panel = tuple[str, int, list[dict[Role, int]]]  # a tier: its name, its capacity, and the bytes by role of each bar
 
 
@@ -104,7 +104,7 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]]) -> N
         if total:
             ax.text(x, place, short_bytes(total), ha=side, va="center", fontsize=7.5, color=INK, bbox=box, zorder=3)
     inside = capacity <= end
-    label = f"{short_bytes(capacity)} there{'' if inside else ', beyond the axis'}" if capacity else "none there"
+    label = f"{short_bytes(capacity)} available{'' if inside else ', off the axis'}" if capacity else "none available"
     if capacity and inside:
         ax.axvline(capacity, color=LINE, linewidth=1.6)
     ax.set_title(f"{name}\n{label}", color=LINE if inside else INK, fontsize=9)

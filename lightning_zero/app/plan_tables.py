@@ -155,7 +155,7 @@ def _lack(row: Row) -> str:
     if row.refused:
         return "the budgets are too small"
     each = {Tier.device: "each GPU", Tier.host: "the host", Tier.nvme: "its disk"}
-    return "lacks " + ", ".join(f"{short_bytes(s.nbytes)} on {each[s.tier]}" for s in row.shortages)
+    return "needs " + ", ".join(f"{short_bytes(s.nbytes)} more on {each[s.tier]}" for s in row.shortages)
 
 
 def _remedy(row: Row, advice: Advice, machine: Machine) -> str:
@@ -166,19 +166,19 @@ def _remedy(row: Row, advice: Advice, machine: Machine) -> str:
         ways.append(f"{advice.gpus} {'processes' if machine.shared else 'GPUs'}")
     if advice.offload is not None:
         ways.append(f"zero/offload={advice.offload.value}")
-    return f"fits with {' or '.join(ways)}" if ways else "fits on no number of such hosts"
+    return f"fits with {' or '.join(ways)}" if ways else "does not fit on any number of such hosts"
 
 
 def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]:
     """Return the sentences printed below the tables, which explain their columns."""
     several = model.limits.micro_batches > 1
     when = "between micro-batches" if several else "before the step"
-    stage_1 = "still whole, and sharded once they are reduced" if several else "sharded, and whole until then"
+    stage_1 = "not sharded until the reduction" if several else "sharded, but whole before the reduction"
     return [
-        f">: your settings. params, grads, optimizer: of one rank, {when}; "
-        f"h: on the host, d: on disk. At zero1 gradients are {stage_1}.",
-        f"peak/host, disk: of all ranks of a host. {activations_line(model, described)} "
-        "gathers, reductions: what a rank sends in a step. K, M, G, T: powers of 1024.",
+        f">: your settings. params, grads, optimizer: bytes of one rank {when} "
+        f"(h: on the host, d: on disk). At stage zero1 gradients are {stage_1}.",
+        f"peak/host, disk: all ranks of a host together. {activations_line(model, described)} "
+        "gathers, reductions: bytes that a rank sends per step. K, M, G, T: powers of 1024.",
         after_run_line(model, rows),
     ] + ([assumed] if (assumed := states_line(model, described)) else [])
 
@@ -200,7 +200,7 @@ def after_run_line(model: Model, rows: Sequence[Row]) -> str:
     if not any(row.is_whole for row in rows):
         return f"After a run the module stays sharded: a whole copy takes {size}, which do not fit ({setting})."
     without = f", except with {', '.join(sharded)}, where it does not fit" if sharded else ""
-    return f"After a run a copy of the whole module takes {size}; it counts here{without} ({setting})."
+    return f"After a run a copy of the whole module takes {size}; peak/host includes it{without} ({setting})."
 
 
 def activations_line(model: Model, described: Described) -> str:
@@ -215,10 +215,10 @@ def activations_line(model: Model, described: Described) -> str:
         with_it = "without" if model.recomputes else "with"
         other = f" ({short_bytes(less)} {with_it} zero.activation_checkpointing=blocks)"
     return (
-        f"Peaks hold {short_bytes(most)} of activations of {model.samples} sample(s){other}, "
+        f"Peaks include {short_bytes(most)} of activations for {model.samples} sample(s){other}, "
         f"{short_bytes(found.saved)} of them kept for the backward."
         + (
-            f" For sequences that ranks share, a rank also sends {short_bytes(found.exchanged)} per micro-batch."
+            f" For divided sequences a rank also sends {short_bytes(found.exchanged)} per micro-batch."
             if found.exchanged
             else ""
         )
@@ -230,7 +230,7 @@ RATE_NAMES = {
     "device_memory": "{}B/s of device memory",
     "host_memory": "{}B/s of host memory",
     "to_device": "{}B/s to the device",
-    "to_host": "{}B/s back",
+    "to_host": "{}B/s from the device",
     "disk_read": "{}B/s read",
     "disk_write": "{}B/s written",
     "network": "{}B/s sent",
@@ -247,7 +247,7 @@ def rates_line(rates: Rates, given: Sequence[str], *, shared: bool) -> str:
         how = "given"
     else:
         how = f"assumed except for {', '.join(f'machine.rates.{name}' for name in given)}"
-    return f"step: expected seconds with these rates of a rank: {', '.join(texts)}; {how}."
+    return f"step: expected time at these rates of a rank: {', '.join(texts)}; {how}."
 
 
 def _decimal(value: float) -> str:
@@ -260,7 +260,7 @@ def auto_line(choice: Choice | str) -> str:
     """Return a line on what stage and offload ``auto`` takes and its largest micro-batch, or on why none fits."""
     if isinstance(choice, str):
         return f"auto selects nothing: {choice}"
-    most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) a rank."
+    most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) per rank."
     return f"auto selects {choice.rows}: {choice.reason}.{most}"
 
 

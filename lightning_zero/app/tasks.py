@@ -233,9 +233,9 @@ def configuration(config: TrainConfig, trainer: Trainer, record: Record) -> dict
         **{name: text for name, text in parts.items() if text},
         **({"hosts": machines} if machines else {}),
         "seed": config.seed,
-        **{f"{name} in a batch of a rank": size for name, size in sizes.items()},
-        "batches accumulated for a step": accumulated,
-        **{f"{name} in a step of all ranks": size * at_once for name, size in sizes.items()},
+        **{f"{name} per batch and rank": size for name, size in sizes.items()},
+        "accumulated batches per step": accumulated,
+        **{f"{name} per step, all ranks": size * at_once for name, size in sizes.items()},
     }
 
 

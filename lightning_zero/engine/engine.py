@@ -120,7 +120,7 @@ class Engine(Core):
         Raises ConfigError on all ranks, before any change, if the settings cannot be used or differ between ranks, or
         if a rank is inside a step or a pass. If the move of values fails, every later use of the engine raises.
         """
-        config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
+        config = self.comm.together("restage: its stage and offload", lambda: with_rows(self.config, stage, offload))
         with whole_params.set_aside(self):
             restage_to(self, config, follow, instances())
 

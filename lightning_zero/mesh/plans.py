@@ -51,7 +51,7 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
         if not before.items() <= sizes.items():
             raise ConfigError(
                 f"an earlier run has split the module by {before}: expected the same zero.tensor_parallel and "
-                f"zero.expert_parallel, got {tensor} and {expert}. Build the module anew, and load a checkpoint."
+                f"zero.expert_parallel, got {tensor} and {expert}. Build the module again and load a checkpoint."
             )
         return
     if not config.splits:

@@ -122,15 +122,14 @@ def _reason(chosen: Row, rows: Sequence[Row], usable: Machine, rates: Rates) -> 
     at = " at assumed rates" if rates in (CPU_RATES, GPU_RATES) else ""
     fitting = sum(row.fits for row in rows)
     parts = [
-        f"the fastest of {fitting} combinations that fit, of {len(rows)}"
-        if len(rows) > 1
-        else "the only one to choose",
-        f"an expected {seconds_text(chosen.time.seconds)} a step{at}, bound by {chosen.time.binding.replace('_', ' ')}",
+        f"the fastest of {fitting} combinations that fit, of {len(rows)}" if len(rows) > 1 else "the only candidate",
+        f"an expected {seconds_text(chosen.time.seconds)} per step{at}, "
+        f"bound by {chosen.time.binding.replace('_', ' ')}",
     ]
     faster = [r for r in rows if not r.fits and r.time is not None and _rank(r) < _rank(chosen)]
     if faster:
         best = min(faster, key=_rank)
-        parts.append(f"{best.stage.value} + {best.offload.value} would be before it and {lacks(best, usable)}")
+        parts.append(f"{best.stage.value} + {best.offload.value} would be faster, but it {lacks(best, usable)}")
     return "; ".join(parts)
 
 
@@ -155,7 +154,7 @@ def lacks(row: Row, usable: Machine) -> str:
         return "fits"
     worst = max(row.shortages, key=lambda s: s.nbytes)
     have = {Tier.device: usable.gpu_memory, Tier.host: usable.host_memory, Tier.nvme: usable.nvme}[worst.tier]
-    return f"needs {human_bytes(have + worst.nbytes)} of {NAMES[worst.tier]} where {human_bytes(have)} may be used"
+    return f"needs {human_bytes(have + worst.nbytes)} of {NAMES[worst.tier]}, but {human_bytes(have)} may be used"
 
 
 def _nothing_fits(rows: Sequence[Row], usable: Machine, model: Model) -> str:

@@ -144,8 +144,9 @@ def _does_not_fit(units: Sequence[UnitBytes], rows: Sequence[TierRow], budgets: 
     kept = sum(u.grad_nbytes for u in units[len(rows) :])
     return (
         f"zero/offload=auto: optimizer state, master weights and gradients of this rank need {needed:,} B; the budgets "
-        f"hold device {budgets.device:,} B, host {budgets.host:,} B, nvme {budgets.nvme:,} B. The plan until room ran "
-        f"out at {names[len(rows)]} (gradients of units that are stepped from files, {kept:,} B, rest on the host):\n"
+        f"are device {budgets.device:,} B, host {budgets.host:,} B, nvme {budgets.nvme:,} B. The placement up to "
+        f"{names[len(rows)]}, which does not fit (gradients of units that are stepped from files, {kept:,} B, stay on "
+        "the host):\n"
         + "\n".join(placed)
         + "\nRaise zero.offload.device_budget, host_budget or nvme_budget (with zero.offload.nvme_path), or use more "
         "ranks."

@@ -43,9 +43,11 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
         lacking = {name for name, value in tensors if value.is_meta}
         return {name: source for name, source in found.sources.items() if name in lacking}
     if warn and found.missing:
-        warnings.warn(f"zero.init_from={path} has no {some(found.missing)}: these start anew.", stacklevel=2)
+        warnings.warn(
+            f"zero.init_from={path} has no {some(found.missing)}: these keep their initial values.", stacklevel=2
+        )
     if warn and found.unused:
-        warnings.warn(f"zero.init_from={path} has {some(found.unused)}, which the module has not.", stacklevel=2)
+        warnings.warn(f"zero.init_from={path} has {some(found.unused)}, which the module does not have.", stacklevel=2)
     return found.sources
 
 

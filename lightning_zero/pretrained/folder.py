@@ -58,7 +58,7 @@ class SafetensorsFolder:
             for key in handle.keys():  # noqa: SIM118, this is no dict
                 found = handle.get_slice(key)
                 if (name := found.get_dtype()) not in DTYPES:
-                    raise ConfigError(f"zero.init_from: {file} holds {key} as {name}, which PyTorch has not.")
+                    raise ConfigError(f"zero.init_from: {file} holds {key} as {name}, which PyTorch does not have.")
                 self._places[key] = _Stored(file, tuple(found.get_shape()), DTYPES[name])
         self.keys = list(self._places)
 

@@ -195,7 +195,7 @@ class Waits:
         places = self._watchdog.places()
         lines = "\n".join(f"  rank {r}: {place}, waits for {waits[r]!r}" for r, place in enumerate(places))
         raise StallError(
-            f"rank {self.rank} waits for {label!r}, and some rank waits for something else, so that nobody will come:\n"
+            f"rank {self.rank} waits for {label!r}, and some rank waits for something else, so neither can continue:\n"
             f"{lines}\nAll ranks must call this, or none: gather(), the module, saves, state_dicts, norms and reads of "
             "parameters take all ranks. Look for a call that only some ranks make (under `if rank == 0`, in a callback "
             "that works on rank 0). If ranks take different paths through the model, set zero.dynamic_graph=true."

@@ -221,7 +221,7 @@ class Watchdog:
         with contextlib.suppress(Exception):
             place = f" (at: {watched.place})" if watched is not None else ""
             print(
-                f"rank {self._rank}{place} ends: it has stood still for {still_s:.0f} s, and {who}",
+                f"rank {self._rank}{place} ends: it has made no progress for {still_s:.0f} s, and {who}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections import defaultdict
@@ -21,7 +22,7 @@ from omegaconf import OmegaConf
 
 from lightning_zero.planning.choose import human_bytes
 from lightning_zero.report.figure import Bars, can_draw, draw_runs, own_metrics
-from lightning_zero.report.page import SPEEDS, Html, Table, html_page, human_seconds, link
+from lightning_zero.report.page import MEANING, SPEEDS, Html, Table, html_page, human_seconds, link
 from lightning_zero.report.results import PAGE, PROCESS, RESULTS, write_whole
 from lightning_zero.report.series import CURVES, METRICS, Series, held_and_waits, lines_in, lines_of_csv, series_of
 from lightning_zero.settings import ConfigError
@@ -52,8 +53,8 @@ class Run(NamedTuple):
     def times(self) -> dict[str, float | None]:
         rate = self.speeds()["steps_per_s"]
         waits = self.results.get("wait_s_per_step") or held_and_waits(self.series)["wait_s_per_step"]
-        of_step = {"in all": 1 / rate} if rate else {}
-        return _known({f"waited for {kind}": seconds for kind, seconds in waits.items()}, of_step)
+        of_step = {"total": 1 / rate} if rate else {}
+        return _known({f"waiting for {kind}": seconds for kind, seconds in waits.items()}, of_step)
 
     def memory(self) -> dict[str, float | None]:
         rows, peak = self.results.get("bytes", ()), self.series.get(DEVICE_PEAK)
@@ -101,7 +102,7 @@ def compare(a: Path, b: Path, out: Path) -> None:
     """Write the page ``out`` about the runs in the folders ``a`` and ``b``, and print its numbers."""
     runs = _pair(a, b)
     groups: list[tuple[str, Rows, Callable[[float], str]]] = [
-        ("time of a step", _rows(runs, Run.times), human_seconds),
+        ("step time", _rows(runs, Run.times), human_seconds),
         ("speed", _rows(runs, Run.speeds), "{:,.5g}".format),
         ("memory of a rank", _rows(runs, Run.memory), lambda size: human_bytes(int(size))),
     ]
@@ -109,12 +110,14 @@ def compare(a: Path, b: Path, out: Path) -> None:
     settings = [first.settings(), second.settings()]
     both = [(key, *(own.get(key, "-") for own in settings)) for key in dict.fromkeys(chain(*settings)) if all(settings)]
     numbers = [_numbers(what, *row, text) for what, rows, text in groups for row in rows.items()]
-    head = ("", *(f"last of {name}" for name in runs), "greatest difference", "at step")
+    head = ("", *(f"last value, {name}" for name in runs), "largest difference", "at step")
     tables: list[Table] = [
         ("Numbers", ("", *runs, "second / first"), numbers),
         ("Metrics", head, [*_metrics(first, second)]),
-        ("What differs in the configuration", ("", *runs), [row for row in both if row[1] != row[2]]),
+        ("Differences in the configuration", ("", *runs), [row for row in both if row[1] != row[2]]),
     ]
+    explained = [(*row, MEANING.get(re.sub(r"^.*?: (waiting for )?|, .*", "", row[0]), "")) for row in numbers]
+    of_page = [("Numbers", (*tables[0][1], ""), explained), *tables[1:]]
     bars: list[Bars] = []
     for title, rows, text in (groups[0], groups[2]):
         shown = {row: values for row, values in rows.items() if not row.startswith(PROCESS)}  # which hides all others
@@ -122,7 +125,7 @@ def compare(a: Path, b: Path, out: Path) -> None:
     svg = draw_runs({name: run.series for name, run in runs.items()}, bars) if can_draw() else ""
     links = ", ".join(run.link(name, out) for name, run in runs.items())
     lacks = "" if all(settings) else "The configurations are not compared: one run has left no .hydra/config.yaml."
-    write_whole(out, html_page(" beside ".join(runs), f"<p>{links}</p>{svg}", tables, f"<p>{lacks}</p>"))
+    write_whole(out, html_page(" and ".join(runs), f"<p>{links}</p><div>{svg}</div>", of_page, f"<p>{lacks}</p>"))
     for title, columns, lines in tables:
         print(*([f"{title}:", *_aligned([columns, *lines]), ""] if lines else [lacks] if lacks else []), sep="\n")
     print(f"report: {os.path.relpath(out)}")
@@ -181,7 +184,7 @@ def index(folder: Path) -> None:
         raise ConfigError(f"report index: expected a folder of runs, got {str(folder)!r}: there is none. Give another.")
     runs = [load(Path(place)) for place in _places(folder)]
     rows = [_line(run, folder) for run in sorted(runs, key=lambda run: run.folder.stat().st_mtime, reverse=True)]
-    head = ("run", "ended", "model", "stage", "offload", "steps", "last loss", "tokens in a second")
+    head = ("run", "ended", "model", "stage", "offload", "steps", "last loss", "tokens per second")
     write_whole(folder / INDEX, html_page(f"Runs in {folder.resolve().name}", "", [(f"{len(rows)} runs", head, rows)]))
     print(f"index: {os.path.relpath(folder / INDEX)} ({len(rows)} runs)")
 

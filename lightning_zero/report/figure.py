@@ -30,7 +30,7 @@ OF_CALLBACKS = re.compile(
 # Of two runs: the first is a broad pale line, on which the second one is seen where they are equal.
 WIDTHS: tuple[dict[str, Any], ...] = ({"linewidth": 4, "alpha": 0.6}, {"linewidth": 1.2, "zorder": 3})
 
-UNKNOWN = "not measured (callbacks.monitor does)"
+UNKNOWN = "not measured (needs callbacks.monitor)"
 
 Values = Mapping[str, Sequence[tuple[int, float]]]  # for each metric pairs (step, value)
 Bars = tuple[str, Sequence[str], Mapping[str, Sequence[Any]], Callable[[float], str]]  # as _bars takes them
@@ -49,7 +49,7 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
     held, ranks, steps_per_s = results["bytes"][:-1], len(results["ranks"]), results.get("steps_per_s")
     peak = results["bytes"][-1]["most"]
     waits, longest = results["wait_s_per_step"], results["most_wait_s_per_step"]
-    of_all = f"of {ranks} ranks" if ranks > 1 else "of rank 0"
+    of_all = f"over {ranks} ranks" if ranks > 1 else "of rank 0"
     with matplotlib.rc_context(STYLE):
         figure = Figure((11.0, 9.6), layout="constrained")
         areas = figure.subplot_mosaic([["loss", "rate"], ["memory", "speed"], ["memory", "waits"]])
@@ -57,18 +57,18 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
         _curves(loss, "training and validation", "nothing was logged", *_by_unit(own_metrics(finite)))
         norm = {name: pairs for name, pairs in finite.items() if name == "zero/grad_norm"}
         rates = {name: pairs for name, pairs in finite.items() if name.startswith("run/lr")}
-        _curves(rate, "learning rate and norm of gradients", "no step was logged", rates, norm)
+        _curves(rate, "learning rate and gradient norm", "no step was logged", rates, norm)
         speed = next((f"zero/{name}" for name in SPEEDS if f"zero/{name}" in finite), "")
         speeds = ({n: finite[n] for n in finite.keys() & {name}} for name in (speed, "zero/mfu"))
         _curves(fast, "speed", UNKNOWN, *speeds)
         names = [fill(f"{row['role']}, {row['tier']}", 28) for row in held]
-        keys = {"planned": "planned", "measured, rank 0": "measured", f"most {of_all}": "most"}
+        keys = {"planned": "planned", "measured, rank 0": "measured", f"maximum {of_all}": "most"}
         sets = {label: [row[key] for row in held] for label, key in [*keys.items()][: 3 if ranks > 1 else 2]}
         whole = f" (whole process at its peak: {human_bytes(peak)})" if peak else ""
         _bars(memory, f"memory of a rank{whole}", names, sets, human_bytes)
         share = f" ({100 * sum(waits.values()) * steps_per_s:.0f} %)" if steps_per_s else ""
-        title = f"compute waited for {human_seconds(sum(waits.values()))} of a step{share}" if waits else "waits"
-        both = {f"mean {of_all}": [*waits.values()]} | ({"most of a rank": [*longest.values()]} if ranks > 1 else {})
+        title = f"computation waits {human_seconds(sum(waits.values()))} per step{share}" if waits else "waits"
+        both = {f"mean {of_all}": [*waits.values()]} | ({f"maximum {of_all}": [*longest.values()]} if ranks > 1 else {})
         _bars(stood, title, list(waits), both, human_seconds)
         figure.savefig(path, format="png")
         return _svg(figure)

@@ -13,20 +13,25 @@ SPEEDS = ("tokens_per_s", "samples_per_s", "steps_per_s", "tflops_per_s", "mfu")
 
 MOST_RANKS = 32  # of the table
 MEANING = {  # of the words of the tables
-    "gather": "ranks send each other their shards of a unit's parameters, before the unit computes",
-    "reduce": "gradients of all ranks are summed, and each rank gets its shard of the sums",
-    "agree": "small messages: norms of gradients, which unit comes next, signals",
+    "gather": "ranks send each other their shards of a unit's parameters before the unit computes",
+    "reduce": "ranks sum their gradients, and each rank gets its shard of the sums",
+    "agree": "ranks exchange small messages, such as norms of gradients and signals",
     "transfer": "copies between host memory and the device",
     "disk": "reads and writes of files",
     "step": "optimizer steps on the host",
-    "sequence": "ranks that share sequences exchange attention heads",
-    "compute_param": "parameters that the model computes with: this rank's shards, or whole ones below stage 3",
-    "master_param": "this rank's shards of the parameters in the dtype in which the optimizer steps them",
+    "sequence": "ranks that divide a sequence exchange attention heads",
+    "compute_param": "parameters in the dtype of the forward pass: this rank's shards, below stage 3 whole parameters",
+    "master_param": "this rank's shards of the parameters in the dtype that the optimizer uses",
     "grad": "gradients after their reduction",
     "optim_state": "moments and other tensors of the optimizer",
-    "peak of a step": "the most at one moment of a step: with gathered parameters, gradients on the way, activations",
-    "whole process": "resident memory (RSS) at its peak: with Python, torch and the data",
-    "staging": "buffers for transfers between tiers",
+    "peak of a step": "maximum during a step, with gathered parameters, gradients before reduction and activations",
+    "whole process": "peak of resident memory (RSS), with Python, torch and the data",
+    "staging": "buffers for copies between the device, host memory and files",
+    "total": "median over the run, without the first steps",
+    "tokens_per_s": "all ranks together",
+    "samples_per_s": "all ranks together",
+    "tflops_per_s": "10^12 floating-point operations per second, on one device",
+    "mfu": "model FLOPs utilization: the share of the peak FLOP/s of a device",
 }
 
 _STYLE = """
@@ -38,9 +43,11 @@ body { margin: 0 auto; padding: 20px 24px; max-width: 1150px; background: var(--
 h1 { font-size: 20px; margin: 0; } h2 { font-size: 15px; margin: 26px 0 6px; } p { margin: 2px 0; color: var(--faint); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 3px 20px 3px 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-th { color: var(--faint); font-weight: normal; } td { overflow-wrap: anywhere; } td:first-child { white-space: nowrap; }
+th { color: var(--faint); font-weight: normal; } td:first-child { white-space: nowrap; }
+td { min-width: 5em; } td:last-child { overflow-wrap: anywhere; } td:nth-child(n+3):last-child { min-width: 10em; }
+div { overflow-x: auto; } @media (max-width: 600px) { td:first-child { white-space: normal; } }
 pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; background: var(--code); padding: 8px 12px; }
-svg { width: 100%; height: auto; margin-top: 16px; } a { color: inherit; }
+svg { width: 100%; min-width: 640px; height: auto; margin-top: 16px; } a { color: inherit; }
 """
 
 
@@ -71,7 +78,7 @@ def page_html(name: str, results: Mapping[str, Any], svg: str, timeline: str | N
     numbers = {**results["last"], **(results["metrics"] or {}), **{n: results[n] for n in SPEEDS if n in results}}
     facts = [(what, _text(value)) for what, value in [*results["setup"].items(), *results["seen"].items()]]
     facts += [("duration", f"{results['duration_s']:,.1f} s"), ("steps", f"{results['steps']:,}")]
-    facts += [(key, f"{value:,.5g}") for key, value in numbers.items()]
+    facts += [(key, f"{value:,.5g} ({MEANING.get(key)})".removesuffix(" (None)")) for key, value in numbers.items()]
     facts += [(key, results[key]) for key in ("checkpoint", "best_checkpoint", "command", "commit") if results[key]]
     facts += [("versions", ", ".join(f"{what} {version}" for what, version in results["versions"].items()))]
     held = [(*map(_size, row.values()), MEANING.get(row["role"], "")) for row in results["bytes"]]
@@ -81,12 +88,12 @@ def page_html(name: str, results: Mapping[str, Any], svg: str, timeline: str | N
     tables: list[Table] = [
         ("Configuration", (), [(what, _text(value)) for what, value in results["configuration"].items()]),
         ("The run", (), facts),
-        ("Bytes", ("role", "tier", "planned", "measured on rank 0", "most of a rank", ""), held),
-        ("What compute waited for in a step", ("", f"mean of {len(ranks)} rank(s)", "most of a rank", ""), waits),
+        ("Memory", ("role", "kept on", "planned", "measured on rank 0", "maximum over ranks", ""), held),
+        ("Waits of the computation per step", ("", f"mean over {len(ranks)} rank(s)", "maximum over ranks", ""), waits),
         _ranks(ranks, results["setup"].get("ranks", len(ranks))),
     ]
     pictures = f"<p>{link('What the ranks did in some steps: the timeline', timeline)}</p>" if timeline else ""
-    top = f"<p>{escape(results['task'])}: {escape(results['status'])}</p>{svg}{pictures}"
+    top = f"<p>{escape(results['task'])}: {escape(results['status'])}</p><div>{svg}</div>{pictures}"
     end = f"<h2>Next</h2><pre>{escape(results['next'])}</pre>" if results["next"] else ""
     return html_page(name, top, tables, end)
 
@@ -99,7 +106,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> Table:
     """Return the table of ranks: of many those that waited most or least, since others wait for the slowest one."""
     shown, title = sorted(ranks, key=lambda rank: sum(rank["wait_s_per_step"].values())), "Ranks"
     if len(ranks) > MOST_RANKS:
-        shown, title = shown[: MOST_RANKS // 2] + shown[-MOST_RANKS // 2 :], "Ranks that waited least and most"
+        shown, title = shown[: MOST_RANKS // 2] + shown[-MOST_RANKS // 2 :], "Ranks that waited least and longest"
     elif len(ranks) < world_size:
         title = f"Rank 0 (the others of {world_size} are not known: the run did not end by itself)"
     rows = [
@@ -110,7 +117,15 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> Table:
         )
         for rank in sorted(shown, key=lambda rank: rank["rank"])
     ]
-    head = ("rank", "host", "device", "at rest", "peak on the device", "peak of the process (RSS)", "waits of a step")
+    head = (
+        "rank",
+        "host",
+        "device",
+        "between steps",
+        "peak of the device",
+        "peak of the process (RSS)",
+        "waits per step",
+    )
     return title, head, rows
 
 
@@ -128,4 +143,4 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         "".join(f"<{tag}>{text if isinstance(text, Html) else escape(text)}</{tag}>" for text in row)
         for tag, row in lines
     )
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+    return f"<div><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table></div>"

@@ -83,11 +83,11 @@ def _check_positions(batch: Mapping[str, Any], positions: Any, mask: Any) -> Non
     no ``position_ids``."""
     packed = [key for key in _PACKED if batch.get(key) is not None]
     if isinstance(positions, Tensor) and positions.dim() == 2 and mask is None and (positions.diff(dim=1) != 1).any():
-        packed.append("position_ids that begin anew inside of a row")
+        packed.append("position_ids that restart inside a sequence")
     if packed:
         raise ConfigError(
-            f"zero.sequence_parallel: expected one text in each row of a batch, got {packed[0]} (packed texts). Pad "
-            "texts in the place of packing them, or set zero.sequence_parallel=1."
+            f"zero.sequence_parallel: expected one text per sequence of a batch, got {packed[0]} (packed texts). Pad "
+            "texts instead of packing them, or set zero.sequence_parallel=1."
         )
     if positions is None and isinstance(mask, Tensor) and mask.dim() == 2 and (mask[:, 1:] > mask[:, :-1]).any():
         raise ConfigError(

@@ -71,11 +71,11 @@ def page_html(
     """
     used = {colour_of(span) for lanes in shown for rows in lanes.rows.values() for row in rows for span in row}
     keys = "".join(
-        f'<span><i style="background:var(--{c})"></i>{"exposed: compute waits" if c == "wait" else c}</span>'
+        f'<span><i style="background:var(--{c})"></i>{"exposed: computation waits" if c == "wait" else c}</span>'
         for c in _COLOURS
         if c in used
     )
-    keys += '<span><i style="background:var(--lane)"></i>no bar: code outside of the units</span>'
+    keys += '<span><i style="background:var(--lane)"></i>no bar: code outside of units</span>'
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
@@ -106,7 +106,7 @@ def _table(ranks: Sequence[RankLanes]) -> str:
         cells = "".join(f"<td>{1e3 * stood[kind] / steps:.2f}</td>" for kind in kinds)
         step = f"<td>{1e3 * lanes.seconds / steps:.2f}</td><td>{share:.0f} %</td>"
         rows.append(f"<tr><td>rank {lanes.rank}</td>{step}{cells}</tr>")
-    return f"<table><tr><th></th><th>ms a step</th><th>exposed</th>{head}</tr>{''.join(rows)}</table>"
+    return f"<table><tr><th></th><th>ms per step</th><th>exposed</th>{head}</tr>{''.join(rows)}</table>"
 
 
 def _rank(lanes: RankLanes, window: tuple[float, float], with_times: bool) -> str:

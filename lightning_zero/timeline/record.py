@@ -120,13 +120,14 @@ class Timeline:
         last = first + ranks[0].steps - 1
         title = f"steps {first} to {last}" if last > first else f"step {first}"
         shown = chosen(ranks)
-        note = f"{len(ranks)} ranks on the clock of rank 0, to {1e6 * error:.0f} µs. "
+        note = f"Times of {len(ranks)} rank(s) on the clock of rank 0, accurate to {1e6 * error:.0f} µs. "
         if len(shown) < len(ranks):
             note += (
-                f"Lanes of {len(shown)} of them: rank 0, and those that wait least (others wait for them) and most. "
-                "The table and trace.json have all. "
+                f"Bars of {len(shown)} of them: rank 0, and those that wait least (others wait for them) and most. "
+                "The table and trace.json have all ranks. "
             )
-        note += "Dashed: ends of steps. A bar says more under the pointer; trace.json opens in ui.perfetto.dev."
+        note += "The table shows for how many ms per step computation waits, by kind. Dashed lines: ends of steps. "
+        note += "Hover over a bar for details. trace.json opens in ui.perfetto.dev."
         events = [event for lanes in ranks for event in _events(lanes, window[0])]
         trace = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
         (folder / "trace.json").write_text(trace)

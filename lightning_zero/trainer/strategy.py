@@ -182,7 +182,7 @@ class ZeroStrategy(Run):
                 )
             return with_rows(self.config, stage, offload, settings=self._given_offload)
 
-        config = self._together("restaging: its rows", rows)
+        config = self._together("restage: its stage and offload", rows)
         self._move_to(config)
         self.config = config
         if offload is not None and not isinstance(offload, str):

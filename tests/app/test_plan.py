@@ -119,7 +119,7 @@ def test_what_does_not_fit_says_what_would(command: Any, planned: Any) -> None:
     assert (sharded["gpus_that_fit"], sharded["offload_that_fits"]) == (4, "optimizer_cpu")
     assert row_of(document, "zero3", "optimizer_cpu")["fits"]
     out = command(*small)[1]
-    line = r"^zero3 \+ none: lacks [\d.]+M on each GPU; fits with 4 GPUs or zero/offload=optimizer_cpu$"
+    line = r"^zero3 \+ none: needs [\d.]+M more on each GPU; fits with 4 GPUs or zero/offload=optimizer_cpu$"
     assert re.search(line, out, re.MULTILINE), out
     assert re.search(r"^zero3 \+ nvme:.*machine.nvme or zero.offload.nvme_path", out, re.MULTILINE), out
 
@@ -280,7 +280,9 @@ def test_the_copy_of_the_module_that_is_there_after_a_run(command: Any, planned:
     assert row["after_run"]["host"] == {"whole_copy": -(-nbytes // 8)} and row["fits"]
     assert row["per_host"] == 8 * -(-nbytes // 8)
     assert without["after_run"] is None and not without["fits"]
-    assert "a copy of the whole module takes 3.3M of each host; it counts here (zero.gather_after_fit=null)" in text
+    assert (
+        "a copy of the whole module takes 3.3M of each host; peak/host includes it (zero.gather_after_fit=null)" in text
+    )
     document, text = whole(command, planned, "null", "3MB")  # nothing fits beside it, and nothing need
     assert row_of(document, "zero0", "none")["fits"] and row_of(document, "zero0", "none")["per_host"] == 0
     assert "After a run the module stays sharded: a whole copy takes 3.3M of each host, which do not fit" in text
@@ -319,7 +321,7 @@ def test_activations_are_in_the_peaks_and_auto_says_what_it_takes(command: Any, 
     out = command(*GPUS)[1].replace("\n  ", " ")
     choice = r"^auto selects zero/stage=zero1 zero/offload=none: the fastest of \d+ combinations that fit"
     assert re.search(choice, out, re.MULTILINE), out
-    assert re.search(r"The largest micro-batch that fits: \d+ sample\(s\) a rank\.$", out, re.MULTILINE)
+    assert re.search(r"The largest micro-batch that fits: \d+ sample\(s\) per rank\.$", out, re.MULTILINE)
 
 
 @pytest.mark.full
@@ -410,7 +412,7 @@ def test_a_module_of_ones_own_is_planned_as_a_class_as_a_function_and_as_it_is()
     assert f"{parameters:,} parameters, bf16; 2 hosts, each with 8 GPU(s) of 79.0G each, 931.3G of host" in " ".join(
         str(plan).split()
     )
-    assert plan.described.model.states == 2 and "of activations of 2 sample(s)" in " ".join(str(plan).split())
+    assert plan.described.model.states == 2 and "of activations for 2 sample(s)" in " ".join(str(plan).split())
     (chosen,) = (line for line in str(plan).splitlines() if ">" in line and "peak" not in line and "yes" in line)
     assert re.search(r"zero2\W+optimizer_cpu", chosen)
     assert plan.best is not None and (plan.best.stage, plan.best.offload, plan.best.fits) == ("zero0", "none", True)
@@ -452,7 +454,7 @@ def test_a_plain_convolutional_network_is_planned_with_a_function_that_trains_it
 
     plan = plan_memory(ConvNet, DataLoader(images, batch_size=8), "a100_40gb", training_step=step)
     text = " ".join(str(plan).split())
-    assert "of activations of 8 sample(s)" in text
+    assert "of activations for 8 sample(s)" in text
     assert "2 tensors of optimizer state for each parameter are assumed: the module has no configure_optimizers" in text
     assert "assumed: the module" not in str(plan_memory(ConvNet, optimizer_states=0, training_step=step))
     without = plan_memory(ConvNet, next(iter(DataLoader(images, 8))), "a100_40gb")

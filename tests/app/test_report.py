@@ -19,6 +19,7 @@ from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.report import results
 from lightning_zero.report.compare import main
 from lightning_zero.report.figure import _by_unit
+from lightning_zero.report.page import MEANING
 from lightning_zero.report.record import Curves, of_rank
 from tests.harness import run_command
 
@@ -29,7 +30,7 @@ RUN = dict.fromkeys(("metrics", "checkpoint", "best_checkpoint", "next", "commit
     "status": "failed: ValueError: <b>",
     "steps": 3,
     "setup": {"stage": "zero3", "ranks": 2, "parameters": 1234},
-    "configuration": {"model": "LitGPT(n_layer=2)", "samples in a step of all ranks": 16},
+    "configuration": {"model": "LitGPT(n_layer=2)", "samples per step, all ranks": 16},
     "seen": {"tokens seen": 123456},
     "duration_s": 1.5,
     "command": "python -m lightning_zero.train",
@@ -102,7 +103,7 @@ def test_of_many_ranks_those_that_waited_least_and_most_are_shown(tmp_path: Path
     results.write(tmp_path, found, series, None)
     assert found["wait_s_per_step"] == {"gather": 49.5} and found["most_wait_s_per_step"] == {"gather": 99}
     page = (tmp_path / "report.html").read_text()
-    shown = re.findall(r"<tr><td>(\d+)</td>", page[page.index("Ranks that waited least and most") :])
+    shown = re.findall(r"<tr><td>(\d+)</td>", page[page.index("Ranks that waited least and longest") :])
     assert [int(rank) for rank in shown] == [*range(16), *range(84, 100)]
 
 
@@ -112,7 +113,7 @@ def test_what_is_not_known_is_not_said_to_be_nothing(tmp_path: Path) -> None:
     results.write(tmp_path, RUN | results.measured(series, (), [of_rank(cast(Any, ENGINE), series)]), series, None)
     svg = (tmp_path / "report.html").read_text().partition("<svg")[2]
     assert "train_loss" in svg and "nothing was logged" not in svg and " 0 ms" not in svg
-    assert svg.count("not measured (callbacks.monitor does)") == 3  # speed, memory, waits
+    assert svg.count("not measured (needs callbacks.monitor)") == 3  # speed, memory, waits
 
 
 # -- two runs, and many -----------------------------------------------------------------------------------------------
@@ -144,10 +145,15 @@ def test_a_run_beside_one_of_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[s
     logged(tmp_path / "zero", [*lines, {"step": 1, "train_loss": 4.0}])
     page, ddp = tmp_path / "beside.html", csv_of_ddp(tmp_path / "ddp")
     assert main(["compare", str(tmp_path / "zero"), str(ddp), "--out", str(page)]) == 0
-    assert cells(page, "time of a step: in all") == ["1.00 s", "500 ms", "0.5"]
-    assert cells(page, "time of a step: waited for gather") == ["5.00 s", "not measured", ""]
-    assert cells(page, "speed: samples_per_s") == ["8", "16", "2"]  # of all ranks
-    assert cells(page, "memory of a rank: grad, device") == ["2.0 KiB", "not measured", ""]
+    assert cells(page, "step time: total") == ["1.00 s", "500 ms", "0.5", MEANING["total"]]
+    assert cells(page, "step time: waiting for gather") == [
+        "5.00 s",
+        "not measured",
+        "",
+        MEANING["gather"].replace("'", "&#x27;"),
+    ]
+    assert cells(page, "speed: samples_per_s") == ["8", "16", "2", "all ranks together"]
+    assert cells(page, "memory of a rank: grad, device") == ["2.0 KiB", "not measured", "", MEANING["grad"]]
     assert cells(page, "train_loss") == ["4", "4.25", "0.25", "1"] and cells(page, "train/acc")[:2] == ["-", "0.5"]
     text = page.read_text()
     assert "train/time" not in text and text.count("zero: train_loss") == text.count("ddp: train_loss") == 1
@@ -162,7 +168,7 @@ def test_what_differs_in_two_runs(tmp_path: Path) -> None:
         logged(tmp_path / name, [{"step": 2, "train_loss": 3.0}, {"step": 3, "train_loss": loss}])
     page = tmp_path / "compare.html"
     main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(page)])
-    differing = page.read_text().partition("What differs")[2]
+    differing = page.read_text().partition("Differences in")[2]
     assert re.findall(r"<tr><td>(.*?)</td>", differing) == ["model.width", "version.torch"]
     assert cells(page, "model.width") == ["1", "2"] and cells(page, "train_loss") == ["5", "nan", "nan", "3"]
     assert 'href="a/report.html"' in page.read_text()

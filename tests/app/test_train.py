@@ -112,9 +112,7 @@ def test_one_run_folder_holds_logs_as_csv_and_ordinary_checkpoints(finished: Fin
     results = json.loads((folder / "results.json").read_text())  # rank 1's numbers too
     assert [(r["rank"], r["device"][:4]) for r in results["ranks"]] == [(0, "cpu,"), (1, "cpu,")]
     assert all(r["peak_process"] > 2**27 and r["wait_s_per_step"] and r["bytes"] for r in results["ranks"])
-    batch, step = (
-        results["configuration"][f"samples in a {what}"] for what in ("batch of a rank", "step of all ranks")
-    )
+    batch, step = (results["configuration"][f"samples per {what}"] for what in ("batch and rank", "step, all ranks"))
     assert (batch, step, results["seen"]["samples seen"]) == (4, 8, 20 * 8)
     assert "2 x" in results["configuration"]["hosts"] and "AdamW(lr=" in results["configuration"]["optimizer"]
     saved = folder / "checkpoints"

@@ -178,7 +178,7 @@ def test_a_tensor_without_a_source_is_named(tmp_path: Path) -> None:
     values["0.bias"] = torch.full((3,), 3.0)
     save_file(values, tmp_path / "a.safetensors")
     with (
-        pytest.warns(UserWarning, match=r"has no 1\.weight, 1\.bias: these start anew"),
+        pytest.warns(UserWarning, match=r"has no 1\.weight, 1\.bias: these keep their initial values"),
         from_folder(module(), tmp_path) as engine,
     ):
         state = engine.state_dict()

@@ -255,11 +255,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module, Path], dict[str, Any]], str]] = {
             )
             or {}
         ),
-        r"head\.alias lies over the memory of parameter head\.weight.*clone\(\)",
+        r"head\.alias shares the memory of parameter head\.weight.*clone\(\)",
     ),
     "a view of a weight": (
         lambda m, _: setattr(m.head, "turned", m.head.weight.data[1:].t() if dist.get_rank() == 1 else None) or {},
-        r"head\.turned lies over the memory of parameter head\.weight",
+        r"head\.turned shares the memory of parameter head\.weight",
     ),
     "recompute": (
         lambda m, _: {"activation_checkpointing": "blocks", "unit": {"classes": ["Model"] * (dist.get_rank() == 1)}},

@@ -334,7 +334,7 @@ def test_both_sides_of_a_cut_network_end_in_time_and_name_the_other(machines: li
         for process in ranks:
             assert process.wait(timeout=STALL_S + 100) not in (0, 2), out(0) + out(1)
         in_engine = f"zero.stall_timeout_s (now {STALL_S})"
-        assert ("  rank 1: " if in_engine in out(0) else "ends: it has stood still for") in out(0), out(0)
+        assert ("  rank 1: " if in_engine in out(0) else "ends: it has made no progress for") in out(0), out(0)
         assert "(does not answer: it has ended or hangs)" in out(0) or "rank 1 (on " in out(0), out(0)
         assert "rank 0 (on " in out(1) and ("the network to it is cut" if in_engine in out(1) else "ends: ") in out(1)
     finally:

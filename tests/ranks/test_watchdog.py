@@ -146,7 +146,7 @@ def test_ranks_that_wait_for_a_killed_one_end_and_name_it(sides: Sides, capfd: p
     said = capfd.readouterr().err
     for rank in (0, 1, 3):
         assert f"rank {rank}: rank 2 (on here, process {pid}) has ended without a word (killed?); this rank is" in said
-        assert f"rank {rank} (at: place of {rank}) ends: it has stood still for " in said
+        assert f"rank {rank} (at: place of {rank}) ends: it has made no progress for " in said
 
 
 def test_a_rank_that_gets_on_is_told_and_goes_on(sides: Sides, capfd: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +214,7 @@ def test_a_rank_of_another_machine_is_missed_after_the_timeout(
     ranks[1].dog._stop.set()
     assert seen_within(6, lambda: bool(ranks[0].ended and ranks[2].ended))
     said = capfd.readouterr().err
-    assert "ends: it has stood still for" in said and "rank 1 (on " in said
+    assert "ends: it has made no progress for" in said and "rank 1 (on " in said
     assert "has not been heard of for 1 s: it has ended or hangs" in said
     assert "rank 2: rank 1 (on " in said  # and not rank 0, which ended before it, of the same cause
 

@@ -251,8 +251,8 @@ class Between:
                 if memory.checksums not in (None, memory.all_checksums()):
                     raise RuntimeError(
                         f"unit {unit.title}: a view of a parameter that was read between steps ({bucket.params[0].fqn} "
-                        "or one beside it) was written to in a step, whose result would be lost. Write to the "
-                        "parameter itself, or to the view between steps."
+                        "or another one of the unit) was written to in a step, and the write would be lost. Write to "
+                        "the parameter itself, or write to the view between steps."
                     )
                 torch._foreach_copy_(memory.values(), [bucket.part_of(full, info) for info in bucket.params])
                 memory.checksums = None

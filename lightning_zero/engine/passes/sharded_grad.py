@@ -430,7 +430,7 @@ class ShardedGrads:
         sums = self._reducer.comm.gather_checked(own_sums, "gradients that were assigned")
         self._reducer.refuse_unreduced(place for place, _ in assigned)
         for number, ((bucket, info), _) in enumerate(assigned):
-            if any(len({sums[r].get(info.fqn) for r in ranks}) > 1 for ranks in bucket.comm.topology.same_params):
+            if any(len({sums[r].get(info.fqn) for r in ranks}) > 1 for ranks in bucket.comm.ranks.topology.same_params):
                 raise RuntimeError(
                     f"{info.fqn}.grad was assigned, with other values on some ranks than on others. Average them over "
                     "the ranks first (torch.distributed.all_reduce)."

@@ -119,10 +119,10 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
         if type(param).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
             # The engine sets `.data`: that would change the wrapper only, and modules use the inner tensors.
             raise ConfigError(
-                f"parameter {fqns[0]} is a {type(param).__name__}, a wrapper whose values lie in other tensors (as the "
-                "quantized and float8 weights of torchao): what is gathered, loaded and trained would not get there. "
-                "Shard the plain module: quantize it after training, train in float8 by zero/precision=float8; for a "
-                "frozen 4-bit base take bitsandbytes' Linear4bit."
+                f"parameter {fqns[0]} is a {type(param).__name__}, a wrapper whose values are in other tensors (as "
+                "in quantized and float8 weights of torchao): gathered, loaded and trained values would not reach "
+                "them. Shard the plain module and quantize it after training, train in float8 with "
+                "zero/precision=float8, or use bitsandbytes' Linear4bit for a frozen 4-bit base."
             )
         refuse_unpackable(param, fqns[0])
         other = at.setdefault((param.untyped_storage()._cdata, int(param.storage_offset())), param)
@@ -139,7 +139,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
 
 
 def _refuse_aliases(module: nn.Module, names_of: Mapping[nn.Parameter, Sequence[str]]) -> None:
-    """Raise ConfigError if a buffer or an attribute lies over the memory of a parameter that is trained."""
+    """Raise ConfigError if a buffer or an attribute shares the memory of a parameter that is trained."""
     trained: dict[int, list[tuple[range, str]]] = {}
     for param, fqns in names_of.items():
         if param.requires_grad and param.numel() > 1 and find_owner(param) is None:
@@ -153,9 +153,9 @@ def _refuse_aliases(module: nn.Module, names_of: Mapping[nn.Parameter, Sequence[
             for span, fqn in trained.get(value.untyped_storage()._cdata, ()):
                 if max(own.start, span.start) < min(own.stop, span.stop):
                     raise ConfigError(
-                        f"{f'{name}.{key}' if name else key} lies over the memory of parameter {fqn}: expected memory "
-                        "of its own, as values that training gives the parameter would not get there. Register "
-                        "`.clone()` of it, or return the parameter by a property."
+                        f"{f'{name}.{key}' if name else key} shares the memory of parameter {fqn}: expected memory "
+                        "of its own, because values that training gives the parameter would not reach it. Register "
+                        "`.clone()` of it, or return the parameter from a property."
                     )
 
 

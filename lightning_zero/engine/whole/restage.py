@@ -113,8 +113,8 @@ def _agree(engine: Core, config: ZeroConfig) -> bool:
             raise ConfigError(f"restage: {seen.refusal} (So says rank {rank}.)")
         if seen.rows != table[0].rows:
             raise ConfigError(
-                f"restage: expected the same rows on all ranks, got {table[0].rows} on rank 0 and "
-                f"{seen.rows} on rank {rank}. Call it with the same stage and offload on all ranks."
+                f"restage: expected the same stage and offload on all ranks, got {table[0].rows} on rank 0 and "
+                f"{seen.rows} on rank {rank}. Pass the same arguments on all ranks."
             )
     return any(seen.changes for seen in table)
 

@@ -378,8 +378,9 @@ def _refuse_other_values(engine: Core, state: Saved) -> None:
         table = engine.comm.gather_checked(own, "which values ranks load")
         unequal = sorted({key for found in table for key in found if len({other.get(key) for other in table}) > 1})
         raise RuntimeError(
-            f"loading {', '.join(unequal)}: expected the same values on all ranks, got others on some. Draw what a "
-            "checkpoint lacks (on_load_checkpoint) from a generator of the same seed on all ranks, or broadcast it."
+            f"loading {', '.join(unequal)}: expected the same values on all ranks, got different ones. Draw values "
+            "that are not in the checkpoint (on_load_checkpoint) from a generator with the same seed on all ranks, or "
+            "broadcast them."
         )
 
 

@@ -389,7 +389,7 @@ def _warn_of_dtypes(engine: Core, written: Sequence[ParamInfo]) -> None:
         now, before = converted[0].param.dtype, converted[0].dtype
         warnings.warn(
             f"{converted[0].fqn} (and {len(converted) - 1} other parameters) was converted to {now} between runs: its "
-            f"values are taken over, and it goes on in {before}. Trainer(precision=) chooses what to compute in.",
+            f"values are kept, and it continues in {before}. Trainer(precision=) sets the dtype of computation.",
             stacklevel=2,
         )
 

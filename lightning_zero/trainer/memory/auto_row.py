@@ -68,7 +68,7 @@ class Decision:
 
     def __str__(self) -> str:
         most = (
-            "" if self.samples is None else f" The largest micro-batch that fits has {self.samples} sample(s) a rank."
+            "" if self.samples is None else f" The largest micro-batch that fits has {self.samples} sample(s) per rank."
         )
         return f"auto: {self.rows}: {self.reason}.{most}"
 

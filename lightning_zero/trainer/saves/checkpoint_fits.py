@@ -147,7 +147,7 @@ def warn_of_overruled(
             f"ckpt_path: {path}: the optimizer uses the settings of the checkpoint, as under every strategy, "
             f"instead of those that were given: {', '.join(dict.fromkeys(changed))}. To change them, set "
             "optimizer.param_groups in on_train_start (and lr_scheduler.base_lrs where a scheduler sets lr), or load "
-            "the weights alone (load_state_dict) and start anew."
+            "only the weights (load_state_dict) into a new run."
         )
 
 

@@ -267,8 +267,8 @@ class Checkpoints:
             self.saved_rng = Saved.of_rank(record, first, ranks, strategy.root_device)
             if (saved := saved_ranks(record)) != ranks:
                 rank_zero_info(
-                    f"{checkpoint_path} has the random number generators of {saved} ranks: each of these {ranks} goes "
-                    "on with a seed that is derived from them. Schedules and max_steps are not scaled to the "
+                    f"{checkpoint_path} has the random number generators of {saved} ranks: each of these {ranks} "
+                    "continues with a seed that is derived from them. Schedules and max_steps are not scaled to the "
                     "new number of samples in a step."
                 )
         return checkpoint
@@ -353,8 +353,8 @@ class Checkpoints:
         if len(states) != len(optimizers):  # DDP does the same, but silently
             rank_zero_warn(
                 f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers() gives "
-                f"{len(optimizers)}: the first {min(len(states), len(optimizers))} are loaded, and those "
-                "without a state start anew. Give the optimizers that it was saved with, to resume exactly."
+                f"{len(optimizers)}: the first {min(len(states), len(optimizers))} are loaded, and the "
+                "others start without a state. To resume exactly, return the optimizers that it was saved with."
             )
         frozen = [bucket for bucket in self._strategy.engine.buckets if not bucket.plan.trainable]
         pairs = self._check_optimizers(states)
