@@ -328,17 +328,6 @@ def test_norms_and_clipping_inside_gather_are_torch_s() -> None:
         assert lightning_zero.grad_norm(sharded.module) == pytest.approx(0.1, rel=1e-4)
 
 
-@on_ranks(2)
-def test_a_gradient_that_was_assigned_is_refused_at_the_step() -> None:
-    sharded, _ = trained()
-    with sharded:
-        sharded.module.head.weight.grad = torch.zeros_like(sharded.module.head.weight)
-        with pytest.raises(RuntimeError, match=r"head\.weight\.grad was assigned.*gather"):
-            sharded.step()
-        sharded.module.head.weight.grad = None
-        sharded.step()
-
-
 @on_ranks(2, full=(3,))
 @STAGES
 def test_zeroed_gradients_are_gradients_and_cleared_ones_are_not(stage: int) -> None:

@@ -201,6 +201,14 @@ class BucketGrads:
         else:
             self.bucket.grad_store.clear()
 
+    def replace(self, slot: int, grad: Tensor) -> None:
+        """Store ``grad``, whole, in the place of this rank's unreduced gradients of ``slot``."""
+        self.copy_in()
+        self.written.discard(slot)
+        self.second_arrivals.pop(slot, None)
+        self._add(slot, grad)
+        self.used.add(slot)
+
     def zero(self, slot: int) -> None:
         """Zero the gradient of ``slot``, for ``param.grad.zero_()``. A step uses these zeros; after None it skips."""
         self.written.discard(slot)

@@ -240,6 +240,15 @@ def _run(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     return tree_map_only(Tensor, stand_in, result)
 
 
+def _unreduced(fqn: str) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of {fqn} cannot be changed or clipped after a backward inside no_sync(), but for products and "
+        "zeros: the changes are for averages over the ranks and micro-batches, which are not complete yet. Change "
+        "gradients after the last backward before the step, outside of no_sync() (on_before_optimizer_step; "
+        "sync_grad=True)."
+    )
+
+
 def _scaler_refusal() -> RuntimeError:
     return RuntimeError(
         "torch.amp.GradScaler: expected whole gradients to unscale, got gradients that are sharded over the ranks. "
@@ -362,6 +371,8 @@ class ShardedGrads:
                     grad = self._of[id(info.param)] = ShardedGrad(info, ref(self))
                 grad.added = False
                 set_grad(info.param, grad)
+                if info.param.dtype != info.dtype:  # let users assign gradients in the dtype that they read
+                    info.param.grad_dtype = None
 
     def remove(self, infos: Iterable[ParamInfo]) -> None:
         """Set ``param.grad`` of ``infos`` to None when a backward starts, so that autograd finds nothing to add to."""
@@ -370,6 +381,8 @@ class ShardedGrads:
             with torch._C.DisableTorchFunctionSubclass():
                 if isinstance(get_grad(info.param), ShardedGrad):
                     set_grad(info.param, None)
+                if info.param.grad_dtype is None:
+                    info.param.grad_dtype = info.param.dtype
             if (grad := self._of.get(id(info.param))) is not None:
                 grad.added = False
 
@@ -422,15 +435,14 @@ class ShardedGrads:
 
         Raises RuntimeError on all ranks if their values differ between ranks.
         """
-        dense = [grad if grad.layout is torch.strided else grad.to_dense() for _, grad in assigned]
-        own_sums = {
-            place.info.fqn: checksum(place.info.flattened(grad))
-            for (place, _), grad in zip(assigned, dense, strict=True)
-        }
-        sums = self._reducer.comm.gather_checked(own_sums, "gradients that were assigned")
-        self._reducer.refuse_unreduced(place for place, _ in assigned)
-        for number, ((bucket, info), _) in enumerate(assigned):
-            if any(len({sums[r].get(info.fqn) for r in ranks}) > 1 for ranks in bucket.comm.ranks.topology.same_params):
+        found = [(*place, grad if grad.layout is torch.strided else grad.to_dense()) for place, grad in assigned]
+        sums = self._reducer.comm.gather_checked(
+            {info.fqn: checksum(info.flattened(grad)) for _, info, grad in found}, "gradients that were assigned"
+        )
+        for bucket, info, grad in found:
+            grads, is_local = self._grads[bucket], self._reducer.unreduced and bucket.plan.accumulates_locally
+            same = bucket.comm.ranks.topology.same_params
+            if not is_local and any(len({sums[rank].get(info.fqn) for rank in ranks}) > 1 for ranks in same):
                 raise RuntimeError(
                     f"{info.fqn}.grad was assigned, with other values on some ranks than on others. Average them over "
                     "the ranks first (torch.distributed.all_reduce)."
@@ -439,12 +451,17 @@ class ShardedGrads:
                 raise RuntimeError(
                     f"{info.fqn}.grad was assigned, but {info.fqn} is frozen: call requires_grad_() first."
                 )
+            if info.slot in grads.partial:
+                grads.forget([info.slot])
+            if is_local:
+                grads.replace(info.slot, grad)
+                continue
             if not bucket.grad_store.is_there:
                 own = torch.zeros(bucket.plan.owned_numel, dtype=bucket.dtypes.grad, device=bucket.comm.device)
                 bucket.grad_store.add(own)
-            self._grads[bucket].used.add(info.slot)
-            self._grads[bucket].agreed.add(info.slot)
-            self.write(info, dense[number])
+            grads.used.add(info.slot)
+            grads.agreed.add(info.slot)
+            self.write(info, grad)
         self.place([place.info for place, _ in assigned])
 
     def shows(self, grad: ShardedGrad) -> bool:
@@ -485,17 +502,17 @@ class ShardedGrads:
             self._grads[bucket].zero(info.slot)
             return
         self._reducer.refuse_partial()
-        if self._reducer.unreduced:
-            raise RuntimeError(
-                f"the gradient of {info.fqn} cannot be changed or clipped after a backward inside no_sync(): it is not "
-                "reduced over the ranks yet. Change gradients after the last backward before the step, outside of "
-                "no_sync() (on_before_optimizer_step; sync_grad=True)."
-            )
-        if (fragment := bucket.grad_fragment(info.slot)) is None:
+        scale = self._reducer.shown_scale(id(info.param))
+        if (values := self._local(info)) is not None:
+            scale *= self._reducer.local_scale(bucket)
+        elif self._reducer.unreduced and method not in ("mul_", "div_"):
+            raise _unreduced(info.fqn)
+        elif (fragment := bucket.grad_fragment(info.slot)) is not None:
+            values = fragment.values
+        else:
             return
-        if method not in ("mul_", "div_") and (scale := self._reducer.shown_scale(id(info.param))) != 1.0:
+        if method not in ("mul_", "div_") and scale != 1.0:
             numbers = [number if number is None else number / scale for number in numbers]
-        values = fragment.values
         if method.startswith("clamp"):
             self._before_clamp(values)
         getattr(values, method)(*(n.to(values.device) if isinstance(n, Tensor) else n for n in numbers))
@@ -505,10 +522,10 @@ class ShardedGrads:
         """Return one gradient's values as DDP shows them. Collective if gradients are sharded. Raises RuntimeError in a
         backward, after one that raised, and for a gradient that is only partly reduced."""
         scale = self._reducer.shown_scale(id(info.param))
-        if self._whole is not None and self._whole[:2] == (info, scale):
-            return self._whole[2]
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
+        if self._whole is not None and self._whole[:2] == (info, scale):
+            return self._whole[2]
         self.finish_pending()
         self._reducer.refuse_partial()
         bucket, comm = self._bucket_of[id(info.param)], self._reducer.comm
@@ -540,12 +557,15 @@ class ShardedGrads:
 
     @outside_autograd
     def write(self, info: ParamInfo, values: Tensor) -> None:
-        """Replace one gradient by ``values``, the whole of it as DDP shows it: each rank keeps its fragment."""
+        """Replace one gradient by ``values``, the whole of it as DDP shows it: each rank keeps its fragment. Collective
+        between micro-batches, where DDP's gradients are not averaged yet: there only zeros can be written."""
         bucket, scale = self._bucket_of[id(info.param)], self._reducer.shown_scale(id(info.param))
         self._changed()
         if (local := self._local(info)) is not None:
             local.copy_(values / (self._reducer.local_scale(bucket) * scale))
             return
+        if self._reducer.unreduced and not bool(((values == 0) | (values == self.gather(info))).all()):
+            raise _unreduced(info.fqn)
         if (fragment := bucket.grad_fragment(info.slot)) is not None:
             own = info.flattened(values)[fragment.offset : fragment.offset + fragment.values.numel()]
             fragment.values.copy_(own if scale == 1.0 else own / scale)
