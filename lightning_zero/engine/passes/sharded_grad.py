@@ -242,10 +242,9 @@ def _run(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
 
 def _unreduced(fqn: str) -> RuntimeError:
     return RuntimeError(
-        f"the gradient of {fqn} cannot be changed or clipped after a backward inside no_sync(), but for products and "
-        "zeros: the changes are for averages over the ranks and micro-batches, which are not complete yet. Change "
-        "gradients after the last backward before the step, outside of no_sync() (on_before_optimizer_step; "
-        "sync_grad=True)."
+        f"the gradient of {fqn} cannot be changed or clipped after a backward inside no_sync(), except by numbers "
+        "that multiply it and by zeros: it is not the average over all ranks and micro-batches yet. Change gradients "
+        "after the last backward before the step, outside of no_sync() (on_before_optimizer_step; sync_grad=True)."
     )
 
 
@@ -439,10 +438,10 @@ class ShardedGrads:
         sums = self._reducer.comm.gather_checked(
             {info.fqn: checksum(info.flattened(grad)) for _, info, grad in found}, "gradients that were assigned"
         )
-        for bucket, info, grad in found:
-            grads, is_local = self._grads[bucket], self._reducer.unreduced and bucket.plan.accumulates_locally
+        is_local = {b: self._reducer.unreduced and b.plan.accumulates_locally for b, *_ in found}
+        for bucket, info, _ in found:
             same = bucket.comm.ranks.topology.same_params
-            if not is_local and any(len({sums[rank].get(info.fqn) for rank in ranks}) > 1 for ranks in same):
+            if not is_local[bucket] and any(len({sums[rank].get(info.fqn) for rank in ranks}) > 1 for ranks in same):
                 raise RuntimeError(
                     f"{info.fqn}.grad was assigned, with other values on some ranks than on others. Average them over "
                     "the ranks first (torch.distributed.all_reduce)."
@@ -451,9 +450,12 @@ class ShardedGrads:
                 raise RuntimeError(
                     f"{info.fqn}.grad was assigned, but {info.fqn} is frozen: call requires_grad_() first."
                 )
+        self.place([info for _, info, _ in found])
+        for bucket, info, grad in found:
+            grads = self._grads[bucket]
             if info.slot in grads.partial:
                 grads.forget([info.slot])
-            if is_local:
+            if is_local[bucket]:
                 grads.replace(info.slot, grad)
                 continue
             if not bucket.grad_store.is_there:
@@ -462,7 +464,6 @@ class ShardedGrads:
             grads.used.add(info.slot)
             grads.agreed.add(info.slot)
             self.write(info, grad)
-        self.place([place.info for place, _ in assigned])
 
     def shows(self, grad: ShardedGrad) -> bool:
         """Return whether ``grad`` stands for its parameter's present gradient: users have not cleared it."""
@@ -505,8 +506,8 @@ class ShardedGrads:
         scale = self._reducer.shown_scale(id(info.param))
         if (values := self._local(info)) is not None:
             scale *= self._reducer.local_scale(bucket)
-        elif self._reducer.unreduced and method not in ("mul_", "div_"):
-            raise _unreduced(info.fqn)
+        elif self._reducer.unreduced and (method not in ("mul_", "div_") or isinstance(numbers[0], Tensor)):
+            raise _unreduced(info.fqn)  # a tensor is computed from gradients, maybe
         elif (fragment := bucket.grad_fragment(info.slot)) is not None:
             values = fragment.values
         else:
