@@ -1,4 +1,4 @@
-"""PPO by the Hydra app of SheepRL on Fabric: three networks that it reduces by itself, and one optimizer of them all."""
+"""PPO by the Hydra app of SheepRL on Fabric: networks whose gradients it reduces by itself, and one optimizer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning_zero.fabric  # noqa: F401  # the names of its strategies
-import sheeprl.algos.ppo.ppo  # before the ranks are forked
+import sheeprl.algos.ppo.ppo  # noqa: F401  # before the ranks are forked
 from lightning.fabric import Fabric
 from sheeprl.cli import run
 
+import lightning_zero.fabric  # noqa: F401  # the names of its strategies
 from tests.field.support import RANKS, STEPS, on_two_ranks
 
 ROLLOUT = 8
