@@ -37,6 +37,7 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 class Checkpoints(CheckpointFiles):
     if TYPE_CHECKING:  # the strategy's
         engine_of_optimizer: Callable[[Optimizer], Engine]
+        steps_shards: Callable[[Any], bool]
         _engines: list[Engine]
 
     # -- states ---------------------------------------------------------------------------------------------------
@@ -56,6 +57,8 @@ class Checkpoints(CheckpointFiles):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's unsharded state on all ranks. Collective."""
+        if not self.steps_shards(optimizer):
+            return optimizer.state_dict()
         return state_dicts.optimizer_state(self.engine_of_optimizer(optimizer), optimizer, only_rank_0=False)
 
     def _with_frozen(self, module: ZeroModule, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -84,9 +87,10 @@ class Checkpoints(CheckpointFiles):
                 state,
                 lambda module: module.engine.state_dict(trainable_only=without_frozen),
                 lambda optimizer: state_dicts.optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
+                self.steps_shards,
             )
         else:
-            content = _converted(state, lambda _: save.module_state(), save.optimizer_state)
+            content = _converted(state, lambda _: save.module_state(), save.optimizer_state, self.steps_shards)
         content = self._filtered(content, filter)
         self._put_values(self._engines, content, save)
         if save is None or not save.write(content):
@@ -101,7 +105,7 @@ class Checkpoints(CheckpointFiles):
     def _save_by_ranges(self, path: Any, state: Mapping[str, Any], filter: Filter) -> RangeSave | None:
         """Return a RangeSave if all ranks can write ranges of the file; None if rank 0 must write all values."""
         owners = {module.engine for module in state.values() if isinstance(module, ZeroModule)}
-        owners |= {self.engine_of_optimizer(entry) for entry in state.values() if isinstance(entry, Optimizer)}
+        owners |= {self.engine_of_optimizer(entry) for entry in state.values() if self.steps_shards(entry)}
         io = self.checkpoint_io
         if len(owners) != 1 or not writes_files(io) or not is_local(path):
             return None
@@ -128,10 +132,11 @@ class Checkpoints(CheckpointFiles):
             state,
             lambda module: sharded_state_dict(module.engine, trainable_only=without_frozen),
             lambda optimizer: sharded_optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
+            self.steps_shards,
         )
         content = self._filtered(content, filter)
         self._put_values(self._engines, content)
-        optimizers = [key for key, entry in state.items() if isinstance(entry, Optimizer)]
+        optimizers = [key for key, entry in state.items() if self.steps_shards(entry)]
         self._write_folder(content, path, options, named=optimizers)
 
     # -- load -----------------------------------------------------------------------------------------------------
@@ -170,7 +175,7 @@ class Checkpoints(CheckpointFiles):
         return checkpoint
 
     def _load_into(self, state: Any, found: Mapping[str, Any], path: Any, strict: bool) -> None:
-        optimizers = {key: entry for key, entry in state.items() if isinstance(entry, Optimizer) and key in found}
+        optimizers = {key: entry for key, entry in state.items() if self.steps_shards(entry) and key in found}
         modules = {key: entry for key, entry in state.items() if isinstance(entry, Module) and key in found}
 
         def check() -> None:
@@ -199,13 +204,14 @@ def _converted(
     state: Mapping[str, Any],
     of_module: Callable[[ZeroModule], dict[str, Any]],
     of_optimizer: Callable[[Optimizer], dict[str, Any]],
+    steps_shards: Callable[[Any], bool],
 ) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, entry in state.items():
         value: Any = entry
         if isinstance(entry, ZeroModule):
             value = of_module(entry)
-        elif isinstance(entry, Optimizer):
+        elif steps_shards(entry):
             value = of_optimizer(entry)
         elif isinstance(entry, Stateful):
             value = entry.state_dict()

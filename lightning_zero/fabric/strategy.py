@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, ClassVar, Unpack
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -72,6 +73,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         strategies.add(self)
         self._asked_precision = self.config.precision.name
         self._set_up: list[weakref.ref[Engine]] = []  # the same order on all ranks
+        self._unsharded: list[weakref.ref[Optimizer]] = []  # set up, with parameters of no sharded module
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -136,6 +138,9 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         with names_arguments(self._given_config):
             engine = shard(module, config=config, device=self.root_device, node=self._node)
         self._set_up.append(weakref.ref(engine))
+        before, self._unsharded = self._unsharded, []
+        for optimizer in filter(None, (reference() for reference in before)):  # may be this module's, set up first
+            self.setup_optimizer(optimizer)
         engine.passes.between.begin_run()
         with engine.passes.fence.lowered():
             module.to(self.root_device)  # moves the rest: states of metrics
@@ -154,11 +159,29 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
             raise
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make ``optimizer`` step its module's shards, and return it. Raise ConfigError on all ranks unless all its
-        parameters belong to one sharded module. Collective."""
-        with names_arguments(self._given_config):
-            self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
+        """Make ``optimizer`` step its module's shards, and return it. One with parameters of no sharded module steps
+        them as they are. Raise ConfigError on all ranks if it has some of both, or of several modules. Collective."""
+        if self.steps_shards(optimizer):
+            with names_arguments(self._given_config):
+                self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
+        else:
+            if self.precision.scaler is not None:
+                self.engine_of_optimizer(optimizer)  # raises: the gradients would keep the loss scale
+            self._unsharded.append(weakref.ref(optimizer))
+            rank_zero_warn(
+                f"fabric.setup_optimizers: {type(optimizer).__name__} has parameters of no module that was set up. "
+                "Each rank keeps them whole and steps them by its own gradients, as under DDP."
+            )
         return optimizer
+
+    def steps_shards(self, optimizer: Any) -> bool:
+        """Whether this is an optimizer of parameters that are sharded."""
+        return isinstance(optimizer, Optimizer) and any(
+            engine.units.owns(param)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            for engine in engines()
+        )
 
     def engine_of_optimizer(self, optimizer: Optimizer) -> Engine:
         """Return the engine of the optimizer's parameters. Raise ConfigError if they belong to none or to several."""
@@ -201,6 +224,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     ) -> Tensor:
         """Clip the gradients of ``optimizer``, and return their norm before that, 0-d. Raise RuntimeError on all ranks
         if the norm is not finite and ``error_if_nonfinite``. Collective."""
+        if not self.steps_shards(optimizer):
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
         places = list(map(engine.units.place_of, self.precision.main_params(optimizer)))
@@ -209,6 +234,9 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
         )
 
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
+        if not self.steps_shards(optimizer):
+            super().clip_gradients_value(module, optimizer, clip_val)
+            return
         self.precision.unscale_gradients(optimizer)
         engine = self.engine_of_optimizer(optimizer)
         engine.passes.sharded_grads.clip_by_value(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +127,34 @@ def test_two_optimizers_of_one_model_step_as_under_ddp(precision: Any, tolerance
         return run
 
     assert_equal(play("zero3"), play("ddp"), tolerance=tolerance)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3", "zero3_offload"])
+def test_optimizers_set_up_first_or_of_parameters_in_no_module_step_as_under_ddp(preset: str, tmp_path: Path) -> None:
+    """The temperature of SAC is a parameter in no module, whose gradients the program reduces by itself."""
+
+    def play(strategy: str) -> Run:
+        of, plain = fabric(strategy), make()
+        heat = nn.Parameter(torch.zeros(1))
+        optimizers = of.setup_optimizers(sgd(plain.parameters()), torch.optim.Adam([heat], 0.1))
+        run = Run(of, of.setup_module(plain), optimizers[0])
+        for x, y in loader():
+            outputs = run.model(x)
+            step(run, nn.functional.mse_loss(outputs, y) * heat.exp().detach())
+            optimizers[1].zero_grad()
+            of.backward(heat.exp().sum() * (outputs.detach().mean() - 0.3))
+            heat.grad = of.all_reduce(heat.grad)
+            run.norms.append(float(of.clip_gradients(run.model, optimizers[1], max_norm=0.1)))
+            optimizers[1].step()
+        path = tmp_path / f"{strategy}.ckpt"
+        of.save(path, {"model": run.model, "heat": optimizers[1]})
+        of.load(path, {"model": run.model, "heat": optimizers[1]})
+        run.losses.append(float(optimizers[1].state_dict()["state"][0]["exp_avg_sq"]))
+        run.losses.append(float(torch.load(path)["heat"]["state"][0]["exp_avg_sq"]))
+        return run
+
+    assert_equal(play(preset), play("ddp"), tolerance=1e-6)
 
 
 @on_ranks(2)

@@ -97,10 +97,10 @@ def test_settings_that_only_the_trainer_follows_are_refused() -> None:
 
 @on_ranks(2)
 def test_setup_of_what_cannot_be_sharded_and_a_plain_backward_are_refused() -> None:
-    of = fabric("zero3")
+    of, scaled = fabric("zero3"), fabric(ZeroFabricStrategy("zero3", precision="fp16"))
     plain = make()
     with pytest.raises(ConfigError, match="Set the module up first"):
-        of.setup_optimizers(sgd(make().parameters()))
+        scaled.setup_optimizers(sgd(make().parameters()))
     with pytest.raises(ConfigError, match="LBFGS"):
         of.setup(plain, torch.optim.LBFGS(plain.parameters()))
     model, _ = of.setup(plain, adamw(plain.parameters()))  # as it was, so it can be set up

@@ -30,6 +30,8 @@ PACKAGES = {
     "chemprop": "chemprop",
     "deeptab": "deeptab",
     "pina": "pina-mathlab",
+    "ts3l": "ts3l",
+    "sheeprl": "sheeprl",
 }
 
 
