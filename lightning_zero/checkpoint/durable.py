@@ -183,14 +183,30 @@ def _exchange(source: Path, target: Path) -> None:
         raise OSError(code, os.strerror(code), str(source), None, str(target))
     escaped = target.name.replace("%", "%25").replace("_", "%5F")
     old = target.with_name(f".{escaped}.{_host()}.{os.getpid()}-{next(_numbers)}.old")
-    os.rename(target, old)
-    try:
-        os.rename(source, target)
-    except OSError:
-        os.rename(old, target)
-        raise
+    with _locked(target):
+        os.rename(target, old)
+        try:
+            os.rename(source, target)
+        except OSError:
+            os.rename(old, target)
+            raise
     sync_folder(target.parent)
     _remove(old)
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Lock ``target`` in the body, whatever its name becomes, so that no other process takes it for a leftover."""
+    if target.is_symlink():  # which has no lock, and nothing to lose
+        yield
+        return
+    part = Part(target, os.open(target, os.O_RDONLY | os.O_CLOEXEC))
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(part.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        part.close()
 
 
 def remove_leftovers(folder: Path) -> list[str]:

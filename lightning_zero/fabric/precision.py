@@ -25,7 +25,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._overflowed: dict[int, bool] = {}  # whether gradients overflowed, by id of the optimizer; until it steps
+        self.overflowed: dict[Optimizer, bool] = {}  # whether gradients overflowed; until the optimizer steps
 
     def convert_input(self, data: Any) -> Any:
         """Convert floating-point inputs to the precision's dtype, also under autocast, as Fabric does."""
@@ -41,8 +41,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
         """Run the backward, and reduce all gradients before this returns. Collective."""
         engines: Sequence[Engine] = self.strategy.engines_of_backward(model)
         if self.scaler is not None:
-            # The step may have been left out: what was finite tells nothing of the gradients of this backward.
-            self._overflowed = {key: True for key, overflowed in self._overflowed.items() if overflowed}
+            self._forget_left_out(engines)
             tensor = tensor * self.scaler.scale
         with contextlib.ExitStack() as scopes:
             for engine in engines:
@@ -51,13 +50,31 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
                 scopes.enter_context(engine.passes.backward_scope())
             super().backward(tensor, model, *args, **kwargs)
 
+    def _forget_left_out(self, engines: Sequence[Engine]) -> None:
+        """Forget, before a backward, what was found for steps that were left out. Collective.
+
+        What was finite tells nothing of the gradients to come. After an overflow the next step is to be skipped if
+        gradients are added to these; if users have cleared them, the scale is lowered as after a skipped step.
+        """
+        assert self.scaler is not None
+        self.overflowed = {optimizer: True for optimizer, overflowed in self.overflowed.items() if overflowed}
+        for optimizer in list(self.overflowed):
+            engine: Engine = self.strategy.engine_of_optimizer(optimizer)
+            if engine not in engines or engine.passes.reducer.unreduced:
+                continue
+            engine.passes.meet("a look at gradients of a step that was left out")
+            places = map(engine.units.place_of, self.main_params(optimizer))
+            if engine.passes.sharded_grads.total_norm(places).isfinite():
+                del self.overflowed[optimizer]
+                self.scaler.update(overflowed=True)
+
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """With loss scaling, find out once per step whether gradients of ``optimizer`` overflowed, and divide the
         gradients that users see by the loss scale. Collective."""
-        if self.scaler is not None and id(optimizer) not in self._overflowed:
+        if self.scaler is not None and optimizer not in self.overflowed:
             engine: Engine = self.strategy.engine_of_optimizer(optimizer)
             params = self.main_params(optimizer)
-            self._overflowed[id(optimizer)] = engine.passes.sharded_grads.overflowed(map(engine.units.place_of, params))
+            self.overflowed[optimizer] = engine.passes.sharded_grads.overflowed(map(engine.units.place_of, params))
             engine.passes.reducer.unscale(params)
 
     @outside_graphs
@@ -71,7 +88,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
                 "then optimizer.step(), or use precision='bf16-mixed'."
             )
         self.unscale_gradients(optimizer)
-        overflowed = self._overflowed.pop(id(optimizer))
+        overflowed = self.overflowed.pop(optimizer)
         result = None if overflowed else optimizer.step()
         self.scaler.update(overflowed=overflowed)
         return result

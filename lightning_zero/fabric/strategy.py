@@ -238,6 +238,8 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
             super().clip_gradients_value(module, optimizer, clip_val)
             return
         self.precision.unscale_gradients(optimizer)
+        if self.precision.overflowed.get(optimizer):  # the step is skipped: what is not finite stays so
+            return
         engine = self.engine_of_optimizer(optimizer)
         engine.passes.sharded_grads.clip_by_value(
             map(engine.units.place_of, self.precision.main_params(optimizer)), clip_val

@@ -33,7 +33,7 @@ from lightning_zero.optimizers.known import hooks_set_aside
 from lightning_zero.optimizers.probe import probe
 from lightning_zero.optimizers.side_effects import Effects, Watch, listed, take_over
 from lightning_zero.optimizers.state_trees import Leaf, StateShape
-from lightning_zero.optimizers.trial import step_of
+from lightning_zero.optimizers.trial import refuse_wrapped_state, step_of
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.owners import (
     MessageBytes,
@@ -74,6 +74,7 @@ class WholeOptimizer(Stepper):
         super().__init__(optimizer, around)
         self._comm, self._numbers = comm, numbers  # the index of each bucket, in the order of units
         self._message_nbytes = message_nbytes  # of gradients that are sent at a time
+        self._known_states = 0  # number of tensors whose state has been looked at
         self._unprobed = unprobed  # accept an optimizer that could not be tried
         self._try()
         self.owned = Owned(optimizer)
@@ -310,6 +311,9 @@ class WholeOptimizer(Stepper):
         try:
             with listed(self.optimizer, lists):
                 step_of(self.optimizer)(self.optimizer)
+            if len(self.optimizer.state) != self._known_states:  # what the trial has not shown
+                refuse_wrapped_state(self.optimizer, [tensor.key for tensor in here])
+                self._known_states = len(self.optimizer.state)
         except Exception as raised:
             error = raised  # go on with the messages, for which other ranks wait; all raise after the last one
         effects = before.effects([bool(tensors) for tensors in lists])

@@ -8,7 +8,7 @@ import math
 import random
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -46,6 +46,19 @@ def calls_its_closure(optimizer: Optimizer) -> ConfigError:
         "its closure itself: forwards and backwards in the middle of a step, which shards cannot have. Use "
         "torch.optim.AdamW or Muon, or train with Lightning's DDPStrategy (nothing is sharded at stage 0 anyway)."
     )
+
+
+def refuse_wrapped_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
+    """Raise ConfigError if tensors of state wrap others (torchao), which tiers and checkpoints do not reach."""
+    for tensor in tensors:
+        for name, leaf in leaves_of(optimizer.state.get(tensor, {})):
+            if is_traceable_wrapper_subclass(leaf):
+                kind = type(optimizer)
+                raise ConfigError(
+                    f"optimizer: expected state in plain tensors, got a {type(leaf).__name__}, {name!r} of "
+                    f"{kind.__module__}.{kind.__qualname__}. Use bitsandbytes.optim.AdamW8bit, or "
+                    "torch.optim.AdamW with zero.optimizer.state_dtype=bf16."
+                )
 
 
 @contextlib.contextmanager
@@ -278,16 +291,7 @@ class Trial:
             raise calls_its_closure(self.optimizer)
 
     def refuse_wrapped_state(self) -> None:
-        """Raise ConfigError if tensors of state wrap others (torchao), which tiers and checkpoints do not reach."""
-        for small in self._small:
-            for name, leaf in leaves_of(self.optimizer.state.get(small.tensor, {})):
-                if is_traceable_wrapper_subclass(leaf):
-                    kind = type(self.optimizer)
-                    raise ConfigError(
-                        f"optimizer: expected state in plain tensors, got a {type(leaf).__name__}, {name!r} of "
-                        f"{kind.__module__}.{kind.__qualname__}. Use bitsandbytes.optim.AdamW8bit, or "
-                        "torch.optim.AdamW with zero.optimizer.state_dtype=bf16."
-                    )
+        refuse_wrapped_state(self.optimizer, (small.tensor for small in self._small))
 
     def result(self) -> list[Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]

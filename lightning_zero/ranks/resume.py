@@ -10,9 +10,11 @@ import os
 import re
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from lightning_zero.ranks.started_by import launched
 
@@ -25,6 +27,7 @@ OUTCOME_VARIABLE = "LIGHTNING_ZERO_OUTCOME"
 REQUEUE, REFUSED = "requeue", "refused"
 RUN_DIR_VARIABLE = "LIGHTNING_ZERO_RUN_DIR"  # names the folder of a job to a script of the user's own
 RAISED = "raised-"  # with a rank's number, the name of a file beside it: this rank has raised before any training
+CLOCKS_DIFFER_NS = 3600 * 10**9  # most that the clock of an object store is taken to be late
 MEET_S = 10.0  # seconds that a failed rank waits for others that fail, because srun ends all when one ends
 
 
@@ -59,12 +62,14 @@ def checkpoint_of_job(
 ) -> Path | str | None:
     """Return the newest complete checkpoint of this job; ``None`` if the job has none, or has not trained in
     ``run_dir``. All ranks find the same one: nobody saves before all have joined, and :func:`note_job` is called after
-    that. ``folders``: where to look besides ``run_dir``."""
+    that. ``folders``: where to look besides ``run_dir``. An object store has a clock of its own: what this job has
+    noted as its file counts even if it is dated up to :data:`CLOCKS_DIFFER_NS` before the note."""
     job = job_name()
     if job is None or _noted(Path(run_dir)) != job:
         return None
     since = (Path(run_dir) / NOTE).stat().st_mtime_ns
-    return newest_checkpoint([run_dir, *folders], since_ns=since)
+    own = {str(path) for paths in files_of_job(run_dir).values() for path in paths}
+    return newest_checkpoint([run_dir, *folders], since_ns=since, own=own)
 
 
 def note_job(run_dir: str | os.PathLike[str]) -> bool:
@@ -112,29 +117,43 @@ def _noted(run_dir: Path) -> str | None:
 
 
 def newest_checkpoint(
-    folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0, names: str = "*.ckpt"
+    folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0, names: str = "*.ckpt", own: Collection[str] = ()
 ) -> Path | str | None:
     """Return the last complete checkpoint written after ``since_ns`` (nanoseconds of the epoch); None if none was.
-    ``folders`` may be remote addresses; then so may be the result. ``names``: a pattern for the checkpoint's name."""
+    ``folders`` may be remote addresses; then so may be the result. ``names``: a pattern for the checkpoint's name.
+    ``own``: remote addresses that count even if they are dated up to :data:`CLOCKS_DIFFER_NS` earlier."""
     found: dict[Path | str, int] = {}
     for folder in folders:
         if "://" in str(folder):
-            found |= {url: written for url, written in _remote_checkpoints(str(folder), names) if written >= since_ns}
+            remote = _remote_checkpoints(str(folder), names, own)
+            found |= {url: ns for url, ns, late_ns in remote if ns + late_ns >= since_ns}
             continue
         for path in Path(folder).glob(names):
             real = path.resolve()  # last.ckpt is a link, which a killed process may have left broken
             if _whole(real) and (written := real.stat().st_mtime_ns) >= since_ns:
                 found[real] = written
-    return max(found, key=lambda path: (found[path], str(path).rpartition("/")[2]), default=None)
+    # Some stores date by whole seconds: of equal times the largest number in the name counts.
+    parts = {path: re.split(r"(\d+)", str(path).rpartition("/")[2]) for path in found}
+    orders = {path: (found[path], [int(p) if p.isdecimal() else p for p in parts[path]]) for path in found}
+    return max(found, key=lambda path: orders[path], default=None)
 
 
-def _remote_checkpoints(folder: str, names: str) -> Iterator[tuple[str, int]]:
-    """Yield the address of each complete checkpoint in ``folder``, and when it was written."""
+def listed(fs: Any, root: str, names: str) -> list[str]:
+    """Return what is in the folder ``root`` of a file system of fsspec and matches ``names``. ``fs.glob`` would take
+    ``[12]`` in the name of the folder for a pattern."""
+    paths = fs.find(root, maxdepth=1, withdirs=True)
+    return [path for path in paths if path != root and fnmatchcase(path.rpartition("/")[2], names)]
+
+
+def _remote_checkpoints(folder: str, names: str, own: Collection[str]) -> Iterator[tuple[str, int, int]]:
+    """Yield the address of each complete checkpoint in ``folder``, when it was written, and how late that clock may
+    be."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     fs, root = url_to_fs(folder)
     fs.invalidate_cache()  # a listing from before
-    for path in fs.glob(f"{root}/{names}"):
+    keys = {fs._strip_protocol(url) for url in own if "://" in url}
+    for path in listed(fs, root, names):
         last = f"{path}/.metadata" if fs.isfile(f"{path}/.metadata") else path  # the part that is written last
         if last == path:
             if not fs.isfile(path):
@@ -142,7 +161,8 @@ def _remote_checkpoints(folder: str, names: str) -> Iterator[tuple[str, int]]:
             with fs.open(path, "rb") as file:
                 if not zipfile.is_zipfile(file):
                     continue
-        yield fs.unstrip_protocol(path), int(fs.modified(last).timestamp() * 1e9)
+        late_ns = CLOCKS_DIFFER_NS if path in keys else 0
+        yield fs.unstrip_protocol(path), int(fs.modified(last).timestamp() * 1e9), late_ns
 
 
 def _whole(path: Path) -> bool:

@@ -25,7 +25,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, is_local, pl
 from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.rendezvous import StartError
-from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, note_job, note_raised, write_outcome
+from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, listed, note_job, note_raised, write_outcome
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.trainer.not_finite import NotFinite
 
@@ -206,7 +206,7 @@ class Interruptions:
                     said += f"\nTo resume: {strategy.run_plan.command_to_go_on(path)}"
                 checkpoints.after_writes(partial(print, said, flush=True))
                 fs, root = url_to_fs(folder)
-                for older in fs.glob(f"{root}/hpc_ckpt_*.ckpt"):  # the new file replaces older ones
+                for older in listed(fs, root, "hpc_ckpt_*.ckpt"):  # the new file replaces older ones
                     if os.path.basename(older) != os.path.basename(path):
                         strategy.remove_checkpoint(older if is_local(folder) else fs.unstrip_protocol(older))
         finally:

@@ -111,6 +111,24 @@ def test_a_kill_leaves_the_old_folder_or_the_new_one(
     assert {p.read_text() for p in tmp_path.glob("last.ckpt/**/*") if p.is_file()} == {ends}
 
 
+def test_another_process_leaves_the_old_folder_until_the_new_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails, rename = SimpleNamespace(renameat2=lambda *_: ctypes.set_errno(errno.EINVAL) or -1), os.rename
+    write_folder(tmp_path / "last.ckpt", "old")
+
+    def then_others_look(*names: Any) -> None:
+        rename(*names)
+        monkeypatch.setattr(os, "rename", rename)
+        durable.remove_leftovers(tmp_path)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: fails)
+    monkeypatch.setattr(os, "rename", then_others_look)
+    write_folder(tmp_path / "last.ckpt", "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+    assert (tmp_path / "last.ckpt" / "a").read_text() == "new"
+
+
 @pytest.mark.parametrize("new", ["folder", "file"])
 @pytest.mark.parametrize("old", ["none", "file", "folder", "link"])
 def test_a_folder_or_file_in_the_place_of_anything(old: str, new: str, tmp_path: Path) -> None:

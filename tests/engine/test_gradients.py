@@ -40,10 +40,10 @@ def exchanges() -> Iterator[list[str]]:
     found: list[str] = []
     gather = Communicator.gather_checked
 
-    def counted(self: Communicator, value: object, what: str) -> list[object]:
+    def counted(self: Communicator, value: object, what: str, **settings: bool) -> list[object]:
         if not what.startswith(("gather()", "engine.release()")):
             found.append(what)
-        return gather(self, value, what)
+        return gather(self, value, what, **settings)
 
     with mock.patch.object(Communicator, "gather_checked", counted):
         yield found

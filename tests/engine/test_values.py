@@ -65,6 +65,27 @@ def test_the_values_of_one_rank_count_where_it_is_named(stage: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_other_values_on_some_ranks_inside_gather_are_refused(stage: int) -> None:
+    sharded, twin = trained(stage=stage)
+    rank, own = dist.get_rank(), "head.weight: written to inside gather.*from_rank=0"
+    with sharded:
+        head = sharded.module.head
+        with pytest.raises(RuntimeError, match=own), lightning_zero.gather(head), torch.no_grad():
+            head.weight.fill_(rank + 1.0)
+        with pytest.raises(RuntimeError, match=own), lightning_zero.gather(head):
+            if rank == 0:
+                head.weight.data = torch.zeros_like(head.weight)
+        with pytest.raises(RuntimeError, match=own), lightning_zero.gather(head, grads=True):
+            head.weight.grad.fill_(rank + 1.0)
+        assert_same(sharded, twin, grads=True)
+        with lightning_zero.gather(head, grads=True, from_rank=1):
+            head.weight.grad.fill_(rank + 1.0)
+        twin.grads[twin.module.head.weight].fill_(2.0)
+        assert_same(sharded, twin, grads=True)
+
+
+@on_ranks(2)
 @STAGES
 @pytest.mark.mainly(lambda stage: stage == 3)
 def test_what_is_loaded_in_a_step_comes_after_what_was_written_before(stage: int) -> None:

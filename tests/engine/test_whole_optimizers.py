@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
@@ -428,6 +429,21 @@ class Picky(toys.SignDescent):
     def update(self) -> None:
         assert all(p.numel() % 2 for group in self.param_groups for p in group["params"]), "too even"
         super().update()
+
+
+class Wraps(Picky):
+    def update(self) -> None:
+        super().update()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["average"] = TwoTensor(torch.zeros_like(p), torch.zeros_like(p))
+
+
+@on_ranks(2)
+def test_wrapped_state_that_the_trial_has_not_shown_is_refused_at_the_first_step() -> None:
+    with Sharded(Model(), stage=1, optimizer=Wraps, optimizer_settings={"sharding": "tensors"}) as side:
+        language_work(side, 0)
+        with pytest.raises((ConfigError, FailedElsewhereError), match="expected state in plain tensors, got a Two"):
+            side.step()
 
 
 @pytest.mark.full

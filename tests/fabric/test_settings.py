@@ -146,3 +146,26 @@ def test_loss_scaling_skips_steps_on_all_ranks() -> None:
     after = run.fabric.strategy.get_module_state_dict(run.model._forward_module)
     assert scaler.scale == 32.0
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_batch_that_is_dropped_after_an_overflow_lowers_the_scale_and_skips_no_step(set_to_none: bool) -> None:
+    run = train("zero3", plugins=FabricPrecision("16-mixed", LossScaler(init_scale=64.0)))
+    scaler, (x, y) = run.fabric.strategy.precision.scaler, next(iter(loader()))
+    for clip in ({"max_norm": 1e9, "error_if_nonfinite": False}, {"clip_val": 1e9}):
+        run.optimizer.zero_grad()
+        before = scaler.scale
+        overflow_on_one_rank(run)
+        run.fabric.clip_gradients(run.model, run.optimizer, **clip)
+        run.fabric.backward(nn.functional.mse_loss(run.model(x), y))  # added to what has overflowed
+        assert scaler.scale == before
+        run.fabric.clip_gradients(run.model, run.optimizer, **clip)
+        run.optimizer.zero_grad(set_to_none=set_to_none)
+        weights = run.fabric.strategy.get_module_state_dict(run.model._forward_module)
+        run.fabric.backward(nn.functional.mse_loss(run.model(x), y))
+        assert scaler.scale == before / 2
+        run.fabric.clip_gradients(run.model, run.optimizer, **clip)
+        run.optimizer.step()
+        after = run.fabric.strategy.get_module_state_dict(run.model._forward_module)
+        assert not any(torch.equal(weights[name], after[name]) for name in weights)

@@ -218,6 +218,32 @@ def test_newest_checkpoint_may_be_remote(tmp_path: Path) -> None:
     assert resume.newest_checkpoint([f"{folder}/none", folder], since_ns=int(4e18)) is None
 
 
+def test_a_remote_folder_may_have_the_signs_of_a_pattern_in_its_name(tmp_path: Path) -> None:
+    fs, whole = fsspec.filesystem("memory"), checkpoint(tmp_path / "step-1.ckpt", 1e9).read_bytes()
+    fs.pipe({f"/{tmp_path.name}/run=[12]/step-1.ckpt": whole, f"/{tmp_path.name}/run=1/step-9.ckpt": whole})
+    found = resume.newest_checkpoint([f"memory://{tmp_path.name}/run=[12]"])
+    assert found == f"memory:///{tmp_path.name}/run=[12]/step-1.ckpt"
+
+
+def test_of_equal_times_the_largest_number_counts(tmp_path: Path) -> None:
+    for step in (8, 10, 9):
+        checkpoint(tmp_path / f"hpc_ckpt_{step}.ckpt", 1e9)
+    assert resume.newest_checkpoint([tmp_path]) == tmp_path / "hpc_ckpt_10.ckpt"
+
+
+def test_a_job_finds_its_checkpoint_in_a_store_whose_clock_is_late(environ: Any, tmp_path: Path) -> None:
+    environ(**TORCHRUN)
+    fs, folder = fsspec.filesystem("memory"), f"memory://{tmp_path.name}"
+    whole = checkpoint(tmp_path / "old.ckpt", 1e9).read_bytes()
+    fs.pipe({f"{folder}/step-1.ckpt": whole, f"{folder}/of-another-job.ckpt": whole})
+    resume.note_job(tmp_path)
+    resume.note_file(tmp_path, "saves", f"{folder}/step-1.ckpt")
+    assert resume.checkpoint_of_job(tmp_path, [folder]) == f"memory:///{tmp_path.name}/step-1.ckpt"
+    day = (tmp_path / resume.NOTE).stat().st_mtime + 24 * 3600
+    os.utime(tmp_path / resume.NOTE, (day, day))  # the file was there before: its replacement was not finished
+    assert resume.checkpoint_of_job(tmp_path, [folder]) is None
+
+
 def test_a_checkpoint_that_is_a_folder_is_whole_with_its_metadata(tmp_path: Path) -> None:
     (tmp_path / "step-1.ckpt").mkdir()
     assert resume.newest_checkpoint([tmp_path]) is None

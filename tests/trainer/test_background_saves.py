@@ -160,6 +160,17 @@ def test_training_waits_for_a_save_that_finds_no_memory_for_a_copy(why: str, tmp
 
 
 @on_ranks(2)
+def test_the_copies_of_all_ranks_of_a_host_must_fit_into_its_memory(tmp_path: Path) -> None:
+    module, saved = seeded(Lit), []
+    room = int(8 * sum(p.numel() for p in module.parameters()) * 0.75)  # for any rank's masters and momentum
+    saves = Saves(tmp_path, lambda _: saved.append((tmp_path / "behind.ckpt").exists()))
+    of = trainer(behind(tmp_path), tmp_path, max_epochs=1, callbacks=[saves])
+    with mock.patch.object(saving, "available_host_memory", lambda: room), warns("because there is no host memory"):
+        of.fit(module, loader())
+    assert saved == [True]
+
+
+@on_ranks(2)
 def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
     on, fsync = threading.Event(), os.fsync
 

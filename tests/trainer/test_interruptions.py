@@ -325,6 +325,16 @@ def test_saves_by_the_clock_keep_the_newest_and_change_no_loss(tmp_path: Path) -
 
 @on_ranks(1)
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
+def test_saves_by_the_clock_remove_none_in_a_folder_that_their_own_name_matches(tmp_path: Path) -> None:
+    other, own = tmp_path / "seed=1", tmp_path / "seed=[12]"
+    other.mkdir()
+    (other / "hpc_ckpt_9.ckpt").touch()
+    saves_by_the_clock(own, max_steps=4, limit_val_batches=0).fit(seeded(Lit), loader())
+    assert files(other) == ["hpc_ckpt_9.ckpt"] and files(own, "hpc_ckpt_*") == ["hpc_ckpt_4.ckpt"]
+
+
+@on_ranks(1)
+@mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
 def test_saves_by_the_clock_in_a_remote_folder_keep_the_newest(tmp_path: Path) -> None:
     fs, root = fsspec.filesystem("memory"), f"memory://{tmp_path.name}/run"
     saves_by_the_clock(root, max_steps=4, limit_val_batches=0).fit(seeded(Lit), loader())

@@ -28,6 +28,7 @@ from lightning_zero.comm.agreements import broadcast_object, collect_objects, ga
 from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.master_storage import FileStorage, FlatSlice, MasterStorage, opened
 from lightning_zero.engine.units.param import strides_of
+from lightning_zero.ranks.peers import machine
 from lightning_zero.ranks.progress import SILENT, Count, LongWork
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError
@@ -82,12 +83,13 @@ def save_folder(
                 return file.write(long_work)
 
         items: list[Item] = on_all("what is copied", lambda: items_of(state, rank)) if behind is not None else []
-        why = _why_not(behind, items) if behind is not None else ""
-        whys = [why] if waits is None or behind is None else gather_objects(group, why, waits, "room for copies")
-        if any(whys) and rank == 0:
-            text = "zero.checkpoint.background: training waits for this save, because"
-            warnings.warn(f"{text} {next(filter(None, whys))}.", stacklevel=2)
-        if behind is None or any(whys):
+        why = ""
+        if behind is not None:
+            needs = _needs(behind, items)
+            why = _why_not([needs] if waits is None else gather_objects(group, needs, waits, "room for copies"))
+        if why and rank == 0:
+            warnings.warn(f"zero.checkpoint.background: training waits for this save, because {why}.", stacklevel=2)
+        if behind is None or why:
             entries: Any = on_all("this rank's file", write)
             found = [entries] if waits is None else collect_objects(group, entries, waits, "saving a checkpoint: index")
             on_all("its index", lambda: _end(stack, rest_of, target, found))
@@ -144,13 +146,28 @@ def _check(rest_of: Place, rank: int) -> None:
         )
 
 
-def _why_not(behind: Behind, items: Sequence[Item]) -> str:
-    """Return why a save cannot run in the background; empty if it can."""
+class _Needs(NamedTuple):
+    """What a rank needs for a save in the background."""
+
+    host: str
+    new: int  # bytes of host memory besides what it keeps for copies
+    available: int
+    in_files: bool
+
+
+def _needs(behind: Behind, items: Sequence[Item]) -> _Needs:
     wanted = slices_of(items)
-    if any(isinstance(storage, FileStorage) for storage in wanted):
+    new = Snapshot.nbytes(wanted) - sum(pages.nbytes for pages in behind.spare)
+    in_files = any(isinstance(storage, FileStorage) for storage in wanted)
+    return _Needs(machine(), max(new, 0), available_host_memory(), in_files)
+
+
+def _why_not(ranks: Sequence[_Needs]) -> str:
+    """Return why a save of all ``ranks`` cannot run in the background; empty if it can."""
+    if any(rank.in_files for rank in ranks):
         return "what is saved is in files"
-    available = available_host_memory() + sum(pages.nbytes for pages in behind.spare)
-    return "there is no host memory for a copy of what is saved" if Snapshot.nbytes(wanted) > available else ""
+    lack = any(sum(r.new for r in ranks if r.host == rank.host) > rank.available for rank in ranks if rank.new)
+    return "there is no host memory for a copy of what is saved" if lack else ""
 
 
 def _end(stack: contextlib.ExitStack, rest_of: Place, target: Place, found: Sequence[list[Entry]] | None) -> None:

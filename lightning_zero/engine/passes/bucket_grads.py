@@ -216,8 +216,11 @@ class BucketGrads:
         self._zero_reduced(slot)
 
     def _zero_reduced(self, slot: int) -> None:
-        if (fragment := self.bucket.grad_fragment(slot)) is not None:
-            fragment.values.zero_()
+        """Zero also the padding that follows, which clipping of gradients that were not finite has made NaN."""
+        (low, high), layout = self.bucket.owned_range, self.bucket.layout
+        stop = layout.slots[slot + 1].start if slot + 1 < len(layout.slots) else layout.numel
+        if (grad := self.bucket.grad) is not None:
+            grad[max(layout.slots[slot].start - low, 0) : max(min(stop, high) - low, 0)].zero_()
 
 
 def _put(view: Tensor, grad: Tensor, scale: float) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.build import Core
 from lightning_zero.engine.host_copy import HostCopy, nbytes_of
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
-from lightning_zero.engine.passes.writes import Writes
+from lightning_zero.engine.passes.writes import checksum
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.master_storage import opened
@@ -112,7 +112,7 @@ def _shown(engine: Core, params: Iterable[nn.Parameter], from_rank: int | None, 
     buckets = [b for b in engine.buckets if b in wanted and b.shown is not Shown.PLAIN]
     shown: dict[Bucket, _Full] = {}
     put_back: Callable[[], None] = lambda: None  # noqa: E731
-    engine.passes.writes.write_backs.append(partial(_write_back, engine.passes.writes, shown, from_rank))
+    engine.passes.writes.write_backs.append(partial(_write_back, engine, shown, from_rank))
     try:
         _show_full(engine, buckets, grads, shown)
         if buckets and len(gathered_buckets(engine)) == len(engine.buckets):
@@ -161,29 +161,81 @@ def _show_full(engine: Core, buckets: list[Bucket], grads: bool, shown: dict[Buc
 
 
 @outside_autograd
-def _write_back(writes: Writes, shown: dict[Bucket, _Full], from_rank: int | None) -> None:
+def _write_back(engine: Core, shown: dict[Bucket, _Full], from_rank: int | None) -> None:
+    """Copy what users have written inside gather() to the shards. Collective. Raises RuntimeError on all ranks, and
+    copies nothing, if written values differ."""
+    changed = {bucket: _take_written(bucket, full, from_rank) for bucket, full in shown.items()}
+    if from_rank is None:
+        _compare(engine, shown, changed)
     for bucket, (full, full_grad) in shown.items():
-        replaced = []
-        for info in bucket.params:
-            # The user may have assigned another tensor to ``.data``: copy its values to ``full``.
-            part = bucket.part_of(full, info)
-            if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
-                part.copy_(info.param.data)
-                replaced.append(info)
-        if from_rank is not None:
-            bucket.comm.broadcast(full, from_rank)
-        values_changed(replaced if from_rank is None else bucket.params)
-        with opened(bucket.storage) as master:
-            # Equal values need no write to a file.
-            changed = not same_bits(master, full[slice(*bucket.owned_range)].to(master.device))
-            if changed and not bucket.plan.trainable:
-                writes.note_rounded(bucket, bucket.params[0], in_gather=True)
-            bucket.write_whole(full, masters=changed)
-        if full_grad is not None and bucket.grad is not None:
-            for info in bucket.params:
-                if info.param.grad is not None:
-                    bucket.part_of(full_grad, info).copy_(info.param.grad)
+        values_changed_here, grads_changed_here = changed[bucket]
+        if values_changed_here and not bucket.plan.trainable:
+            engine.passes.writes.note_rounded(bucket, bucket.params[0], in_gather=True)
+        bucket.write_whole(full, masters=values_changed_here)  # equal values need no write to a file
+        if grads_changed_here:
+            assert full_grad is not None and bucket.grad is not None
             bucket.grad.copy_(full_grad[slice(*bucket.owned_range)])
+
+
+def _take_written(bucket: Bucket, shown: _Full, from_rank: int | None) -> tuple[bool, bool]:
+    """Complete ``shown`` with what users have assigned. Return whether the values, and the gradients, of this rank's
+    shard have changed."""
+    full, full_grad = shown
+    replaced = []
+    for info in bucket.params:
+        # The user may have assigned another tensor to ``.data``: copy its values to ``full``.
+        part = bucket.part_of(full, info)
+        if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
+            part.copy_(info.param.data)
+            replaced.append(info)
+        if full_grad is not None and info.param.grad is not None:
+            bucket.part_of(full_grad, info).copy_(info.param.grad)
+    for values in shown:
+        if from_rank is not None and values is not None:
+            bucket.comm.broadcast(values, from_rank)
+    values_changed(replaced if from_rank is None else bucket.params)
+    own = slice(*bucket.owned_range)
+    with opened(bucket.storage) as master:
+        changed = not same_bits(master, full[own].to(master.device))
+    if full_grad is None or (grad := bucket.grad) is None:
+        return changed, False
+    return changed, not same_bits(grad, full_grad[own].to(grad.device))
+
+
+def _compare(engine: Core, shown: dict[Bucket, _Full], changed: dict[Bucket, tuple[bool, bool]]) -> None:
+    """Raise RuntimeError on all ranks if what some rank has written is not the same on all. Collective."""
+    # Where each rank has all masters, ranks may have values of their own, as under DDP.
+    buckets = [bucket for bucket in shown if bucket.plan.shards_master and bucket.comm.shard_size > 1]
+    if not buckets:
+        return
+    what = "gather(), whose end all ranks must reach"
+    if engine.passes.key is not None:
+        engine.passes.meet(what)
+    table = engine.comm.gather_checked([changed[bucket] for bucket in buckets], what, patient=True)
+    written = [
+        (bucket, values)
+        for number, bucket in enumerate(buckets)
+        for kind, values in enumerate(shown[bucket])
+        if values is not None and any(row[number][kind] for row in table)
+    ]
+    if not written:
+        return
+    sums = [[checksum(info.flattened(b.part_of(values, info))) for info in b.params] for b, values in written]
+    table = engine.comm.gather_checked(sums, "gather(): values that were written inside of it")
+    unequal = [
+        info.fqn
+        for number, (bucket, _) in enumerate(written)
+        for info in bucket.params
+        if any(
+            len({table[rank][number][info.slot] for rank in ranks}) > 1 for ranks in bucket.comm.topology.same_params
+        )
+    ]
+    if unequal:
+        raise RuntimeError(
+            f"{', '.join(dict.fromkeys(unequal))}: written to inside gather(), with other values on some ranks than on "
+            "others, so that no rank's are right for all. Write the same on all ranks, or use `with "
+            "lightning_zero.gather(module, from_rank=0):`, where one rank's values count."
+        )
 
 
 @outside_autograd
