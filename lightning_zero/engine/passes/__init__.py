@@ -4,14 +4,14 @@
 
     hooks ---------+             +--> gather_order --> units
     saved_weights -+--> passes --+--> gradients -----> comm/reduction
-    recompute -----+             +--> sharded_grad
+    recompute -----+             +--> sharded_grads
 
     hooks          registers all hooks on modules and tensors
     passes         begins and ends passes; phases: the phases of a pass
     gather_order   gathers and reshards units, in one order on all ranks
     saved_weights  gathers weights that autograd has saved, when a backward reads them
     gradients      reduces gradients into shards; bucket_grads: collects a bucket's gradients before its reduction
-    sharded_grad   ``param.grad`` and clipping; grad_norms: norms of gradients
+    sharded_grads  clipping and values of gradients; sharded_grad: ``param.grad``; grad_norms: norms
     access         reads and writes of parameters by users' code outside of their units' calls
     writes         what users have written: to parameters, for the masters, and to buffers
     between        the masters that such code sees between steps

@@ -31,7 +31,7 @@ from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.phases import LEGAL, Hooks, OpenPass, Phase, Scope, Stepper
 from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights, weakly
-from lightning_zero.engine.passes.sharded_grad import ShardedGrads
+from lightning_zero.engine.passes.sharded_grads import ShardedGrads
 from lightning_zero.engine.passes.writes import BufferSync, Fence, Writes
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep

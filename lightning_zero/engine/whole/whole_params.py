@@ -205,7 +205,7 @@ def _take_written(bucket: Bucket, shown: _Full, from_rank: int | None) -> tuple[
 def _compare(engine: Core, shown: dict[Bucket, _Full], changed: dict[Bucket, tuple[bool, bool]]) -> None:
     """Raise RuntimeError on all ranks if what some rank has written is not the same on all. Collective."""
     # Where each rank has all masters, ranks may have values of their own, as under DDP.
-    buckets = [bucket for bucket in shown if bucket.plan.shards_master and bucket.comm.shard_size > 1]
+    buckets = [bucket for bucket in shown if bucket.plan.shards_master and bucket.comm.shard.size > 1]
     if not buckets:
         return
     what = "gather(), whose end all ranks must reach"
@@ -227,7 +227,8 @@ def _compare(engine: Core, shown: dict[Bucket, _Full], changed: dict[Bucket, tup
         for number, (bucket, _) in enumerate(written)
         for info in bucket.params
         if any(
-            len({table[rank][number][info.slot] for rank in ranks}) > 1 for ranks in bucket.comm.topology.same_params
+            len({table[rank][number][info.slot] for rank in ranks}) > 1
+            for ranks in bucket.comm.ranks.topology.same_params
         )
     ]
     if unequal:
