@@ -36,6 +36,10 @@ from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.pages import HostPages, byte_view
 from lightning_zero.tiers.remote import INDEX, Place, RemotePath, place
 
+_Needs = tuple[
+    str, int, int, bool
+]  # host, new bytes for copies, bytes that are free there, whether values are in files
+
 
 class Behind(NamedTuple):
     """What a save in the background needs. ``begin`` starts the writing thread. ``spare``: memory for copies."""
@@ -146,27 +150,17 @@ def _check(rest_of: Place, rank: int) -> None:
         )
 
 
-class _Needs(NamedTuple):
-    """What a rank needs for a save in the background."""
-
-    host: str
-    new: int  # bytes of host memory besides what it keeps for copies
-    available: int
-    in_files: bool
-
-
 def _needs(behind: Behind, items: Sequence[Item]) -> _Needs:
     wanted = slices_of(items)
     new = Snapshot.nbytes(wanted) - sum(pages.nbytes for pages in behind.spare)
-    in_files = any(isinstance(storage, FileStorage) for storage in wanted)
-    return _Needs(machine(), max(new, 0), available_host_memory(), in_files)
+    return machine(), max(new, 0), available_host_memory(), any(isinstance(s, FileStorage) for s in wanted)
 
 
 def _why_not(ranks: Sequence[_Needs]) -> str:
     """Return why a save of all ``ranks`` cannot run in the background; empty if it can."""
-    if any(rank.in_files for rank in ranks):
+    if any(in_files for *_, in_files in ranks):
         return "what is saved is in files"
-    lack = any(sum(r.new for r in ranks if r.host == rank.host) > rank.available for rank in ranks if rank.new)
+    lack = any(sum(n for at, n, *_ in ranks if at == host) > free for host, new, free, _ in ranks if new)
     return "there is no host memory for a copy of what is saved" if lack else ""
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.passes.writes import Writes, checksum
+from lightning_zero.engine.passes.writes import Writes, checksum, refuse_unequal
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.param import ParamInfo
@@ -354,7 +354,9 @@ class Between:
             for bucket, number in number_of.items()
         }
         try:
-            self._compare([(bucket, bucket.params[slot]) for bucket, slots in slots_of.items() for slot in slots])
+            places = [Place(bucket, bucket.params[slot]) for bucket, slots in slots_of.items() for slot in slots]
+            compared = [(place, self.memory[place.bucket].value(place.info)) for place in places]
+            refuse_unequal(self._comm, compared, "between steps")
             for bucket, slots in slots_of.items():
                 for slot in slots if not bucket.plan.trainable else ():
                     self._writes.note_rounded(bucket, bucket.params[slot])
@@ -386,25 +388,6 @@ class Between:
                 if memory.handed_out[info.slot] != before:
                     found.add(info.slot)
         return sorted(found)
-
-    def _compare(self, written: Sequence[tuple[Bucket, ParamInfo]]) -> None:
-        """Raise RuntimeError on all ranks if values that some rank has written are not the same on all. Collective."""
-        if not written or self._comm.world_size == 1:
-            return
-        table = self._comm.gather_checked(
-            [self.memory[bucket].checksum(info) for bucket, info in written], "what was written between steps"
-        )
-        unequal = [
-            info.fqn
-            for number, (bucket, info) in enumerate(written)
-            if any(len({table[rank][number] for rank in ranks}) > 1 for ranks in bucket.comm.ranks.topology.same_params)
-        ]
-        if unequal:
-            raise RuntimeError(
-                f"{', '.join(unequal)}: written to between steps, with other values on some ranks than on others, so "
-                "that no rank's are right for all. Write the same on all ranks, or write inside `with "
-                "lightning_zero.gather(module, from_rank=0):`, where one rank's values count."
-            )
 
 
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:

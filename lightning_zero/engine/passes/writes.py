@@ -62,6 +62,28 @@ def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = Non
     return total
 
 
+def refuse_unequal(comm: Communicator, written: Sequence[tuple[Place, Tensor]], where: str) -> None:
+    """Raise RuntimeError on all ranks if values that some rank has written are not the same on all. Collective.
+    ``written``: parameters and their values here; ``where``: inside of what, for the error."""
+    if not written or comm.world_size == 1:
+        return
+    sums = [checksum(place.info.flattened(values)) for place, values in written]
+    table = comm.gather_checked(sums, f"{where}: what was written")
+    unequal = dict.fromkeys(
+        place.info.fqn
+        for number, (place, _) in enumerate(written)
+        if any(
+            len({table[rank][number] for rank in ranks}) > 1 for ranks in place.bucket.comm.ranks.topology.same_params
+        )
+    )
+    if unequal:
+        raise RuntimeError(
+            f"{', '.join(unequal)}: written to {where}, with other values on some ranks than on others, so "
+            "that no rank's are right for all. Write the same on all ranks, or write inside `with "
+            "lightning_zero.gather(module, from_rank=0):`, where one rank's values count."
+        )
+
+
 class Writes:
     """Copies users' writes to gathered parameters into the masters, and checks that all ranks wrote the same values.
 

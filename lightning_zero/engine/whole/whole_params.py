@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.build import Core
 from lightning_zero.engine.host_copy import HostCopy, nbytes_of
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
-from lightning_zero.engine.passes.writes import checksum
+from lightning_zero.engine.passes.writes import refuse_unequal
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.master_storage import opened
@@ -213,30 +213,13 @@ def _compare(engine: Core, shown: dict[Bucket, _Full], changed: dict[Bucket, tup
         engine.passes.meet(what)
     table = engine.comm.gather_checked([changed[bucket] for bucket in buckets], what, patient=True)
     written = [
-        (bucket, values)
+        (Place(bucket, info), bucket.part_of(values, info))
         for number, bucket in enumerate(buckets)
         for kind, values in enumerate(shown[bucket])
         if values is not None and any(row[number][kind] for row in table)
-    ]
-    if not written:
-        return
-    sums = [[checksum(info.flattened(b.part_of(values, info))) for info in b.params] for b, values in written]
-    table = engine.comm.gather_checked(sums, "gather(): values that were written inside of it")
-    unequal = [
-        info.fqn
-        for number, (bucket, _) in enumerate(written)
         for info in bucket.params
-        if any(
-            len({table[rank][number][info.slot] for rank in ranks}) > 1
-            for ranks in bucket.comm.ranks.topology.same_params
-        )
     ]
-    if unequal:
-        raise RuntimeError(
-            f"{', '.join(dict.fromkeys(unequal))}: written to inside gather(), with other values on some ranks than on "
-            "others, so that no rank's are right for all. Write the same on all ranks, or use `with "
-            "lightning_zero.gather(module, from_rank=0):`, where one rank's values count."
-        )
+    refuse_unequal(engine.comm, written, "inside gather()")
 
 
 @outside_autograd
