@@ -166,7 +166,8 @@ def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork 
 def write_values(
     write: WriteAt, hole: Record, start: int, values: Tensor, dtype: torch.dtype | None = None
 ) -> list[Piece]:
-    """Write ``values`` [n], cast to ``dtype``, into the record ``hole`` from byte ``start`` on. Return the pieces."""
+    """Write ``values`` [n], cast to ``dtype``, into the record ``hole`` from byte ``start`` on. Return the written
+    pieces, with their checksums."""
     dtype = dtype if dtype is not None else values.dtype
     size, done = dtype.itemsize, list[Piece]()
     step = CHUNK_NBYTES // size

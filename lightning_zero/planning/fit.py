@@ -61,7 +61,7 @@ class Model:
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of a micro-batch, forward and backward. If not measured: 6 for each parameter and sample."""
+        """Return the FLOPs of a micro-batch's forward and backward: 6 for each parameter and sample if not measured."""
         found = self.micro_batch
         return 6.0 * sum(shape.numel for shape in self.shapes) * (self.samples or 1) if found is None else found.flops
 

@@ -136,9 +136,9 @@ class SequencePart:
         return self.mean_of(total, count, mean.dtype)
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of the whole sequences, made from a step's ``loss`` of this part. Collective. If ``loss``
-        adds other terms to a mean over all parts' tokens, their sum is averaged over the parts. If it contains no such
-        mean, all ranks raise ConfigError."""
+        """Turn ``loss``, which a step has computed on this part, into the loss of the whole sequences, and return that.
+        Collective. Terms that ``loss`` adds to a mean over the tokens of all parts are averaged over the parts. Raises
+        ConfigError on all ranks if ``loss`` contains no such mean."""
         if any(made() is loss for made in self._means):
             return loss
         known = next(_counts_in(loss), None) is not None

@@ -510,8 +510,8 @@ pl.strategies.SingleDeviceStrategy.register(ZeroStrategy)
 
 
 class DDPZeroStrategy(ZeroStrategy):
-    """The strategy of ``Trainer(strategy="ddp_zero3")``: one that ``isinstance(strategy, DDPStrategy)`` is true of, for
-    packages that ask. Lightning asks too, and a run on one device counts as distributed, as under DDP."""
+    """The strategy of ``Trainer(strategy="ddp_zero3")``, for packages that check ``isinstance(strategy, DDPStrategy)``:
+    the check succeeds. Lightning makes the same check, so a run on one device counts as distributed, as under DDP."""
 
 
 pl.strategies.DDPStrategy.register(DDPZeroStrategy)

@@ -45,7 +45,7 @@ class Outgoing(NamedTuple):
     reads: tuple[str, ...] = ()
 
     def files(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return a meta tensor for each name in each file. ``state``: the module's tensors on meta, by key."""
+        """Return the exported tensors on meta, by file and by name in the file. ``state``: the module's, by key."""
         tensors = {name: state[key] for name, key in self.renamed.items()}
         tensors |= {name: value for group in self.groups for name, value in group.results.items()}
         if not self.adapters:
@@ -114,7 +114,8 @@ def _adapters(model: Any, prefix: str, state: Mapping[str, Tensor], embeddings: 
 
 
 def _once(own: Mapping[str, str], state: Mapping[str, Tensor], model: Any) -> dict[str, str]:
-    """Return ``own`` with one name for each tied tensor: the one that the others are tied to, else the first."""
+    """Return ``own``, names in files and keys of ``state``, with a single name for each tied tensor: one that is not in
+    the model's ``_tied_weights_keys``, else the first."""
     tied = getattr(model, "_tied_weights_keys", None)
     tied = set(tied) if tied else set()
     names: dict[int, list[str]] = {}

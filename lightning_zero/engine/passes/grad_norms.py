@@ -217,7 +217,7 @@ class GradNorms:
                     table[shared, comm.rank].tolist(), f"the norms of gradients, of type {norm_type:g}"
                 )
             table[shared] = torch.tensor(columns, dtype=torch.float64).T
-        # A part that a tensor lacks has norm 0. Of type 0, norms are numbers of elements.
+        # A part that a tensor lacks has norm 0. Norms of type 0 count elements, so those of parts are added.
         joined = torch.linalg.vector_norm(table, norm_type, dim=1) if norm_type else table.sum(1)
         whole = joined * torch.tensor(factors, dtype=torch.float64)
         return {id(info.param): norm for info, norm in zip(infos, whole.to(comm.device), strict=True)}

@@ -50,7 +50,8 @@ class Reducer:
         buckets = list(buckets)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
         self.spare = SpareBuffers(min(KEPT_BUFFERS * nbytes, KEPT_BUFFERS_NBYTES))
-        # On a device one kernel per bucket. On the host a gradient that is copied at once is still in the cache.
+        # On a device one kernel copies all gradients of a bucket. On the host a gradient is copied while it is still in
+        # the cache.
         self.grads: dict[Bucket, BucketGrads] = {
             b: BucketGrads(b, 1 / b.comm.ranks.grad_divisor, self.spare, batched_copy=comm.streams.are_there)
             for b in buckets

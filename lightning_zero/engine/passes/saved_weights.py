@@ -123,8 +123,8 @@ class SavedWeights:
         if unit is not None:
             unit.saved += 1
             return _Weight(tensor, tensor._version, unit)
-        # Detached: a kernel that saves its own result (tanh) would reference itself. torch restores the history. See
-        # [Note: weak references and graphs]. Detached tensors share their version.
+        # Detached, because a node that saves its own result (tanh) would keep itself alive. torch restores the history.
+        # See [Note: weak references and graphs]. Detached tensors share their version.
         return _Other(tensor.detach(), tensor._version)
 
     def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], object], unpack: Callable[..., Tensor]) -> object:

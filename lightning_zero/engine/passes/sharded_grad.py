@@ -290,7 +290,7 @@ class LazyNorm(Tensor):
         return wrapper
 
     def each(self) -> Tensor:
-        """Compute and return the norm of each gradient: 0-d for a single one, else stacked [gradients]. Collective."""
+        """Compute and return the norms: 0-d if this object stands for one gradient, else [gradients]. Collective."""
         norms = [grad.owner.norms.norm(grad.info, self.norm_type, self.dtype) for grad in self.grads]
         return torch.stack(norms) if self.dim() else norms[0]
 

@@ -164,7 +164,7 @@ class _Absent:
         if passive := _is_passive(func, args, kwargs):
             return run()
         by_owner: dict[Owner, list[nn.Parameter]] = {}
-        # With those that are present: to gather one unit may hide others.
+        # Present parameters too, because gathering one unit may hide others.
         for param in _params_in((args, kwargs or {}), _Owned):
             if (owner := find_owner(param)) is not None:
                 by_owner.setdefault(owner, []).append(param)

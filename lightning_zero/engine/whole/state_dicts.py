@@ -294,7 +294,7 @@ class _CopyIntoShards(TorchFunctionMode):
         return {fqn: info.param._version - info.version for fqn, info in _infos(self.engine).items()}
 
     def refuse_writes(self) -> None:
-        """Raise RuntimeError if code of the load (a hook) has written to a parameter in place: it would be lost."""
+        """Raise RuntimeError if a hook of the load has written to a parameter in place, as that write would be lost."""
         written = [fqn for fqn, version in self._users_versions().items() if version != self._versions[fqn]]
         if written:
             raise RuntimeError(

@@ -270,7 +270,8 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def _open(place: _Place) -> int | None:
-    """Open rank 0's file if this rank sees it, and return the descriptor; else return None."""
+    """Open the file that rank 0 has made, and return its descriptor. Return None if this rank finds another file of
+    that name, or none."""
     try:
         fd = os.open(place.part, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
