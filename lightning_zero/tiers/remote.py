@@ -114,10 +114,10 @@ class RemotePath:
             yield upload
             upload.close()
             upload.file.commit()
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(Exception):
                 upload.file.discard()
-            raise
+            raise upload.failure or error  # torch.save raises another one when a write fails
 
 
 def _read(fs: Any, key: str, low: int, high: int) -> bytes:
@@ -155,12 +155,17 @@ class Upload:
     def __init__(self, file: Any) -> None:
         self.file = file
         self.tell, self.flush, self.close = file.tell, file.flush, file.close
+        self.failure: Exception | None = None  # of a write
         self._early: dict[int, bytes | memoryview] = {}  # by offset
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _MIB):
-            self.file.write(view[start : start + _MIB])
+        try:
+            for start in range(0, len(view), _MIB):
+                self.file.write(view[start : start + _MIB])
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
         return len(view)
 
     def write_at(self, data: memoryview, offset: int) -> None:

@@ -38,6 +38,7 @@ class ShardedGrads:
         self._known_finite: set[int] = set()  # :meth:`overflowed` has found its gradients to be finite
         self._bucket_of = {id(info.param): bucket for bucket in self._grads for info in bucket.params}
         self._of: dict[int, ShardedGrad] = {}
+        self._any_dtype: set[int] = set()  # ids of parameters to which users may assign gradients of any dtype, by us
         self._aside = False
         self.backwards = 0  # number of this rank's backwards that have given gradients
         self.undivided = False  # gradients are sums over tokens, which the step has yet to divide by their number
@@ -80,8 +81,9 @@ class ShardedGrads:
                     grad = self._of[id(info.param)] = ShardedGrad(info, ref(self))
                 grad.added = False
                 set_grad(info.param, grad)
-                if info.param.dtype != info.dtype:  # let users assign gradients in the dtype that they read
-                    info.param.grad_dtype = None
+                if info.param.dtype != info.dtype and info.param.grad_dtype is not None:
+                    info.param.grad_dtype = None  # let users assign gradients in the dtype that they read
+                    self._any_dtype.add(id(info.param))
 
     def remove(self, infos: Iterable[ParamInfo]) -> None:
         """Set ``param.grad`` of ``infos`` to None when a backward starts, so that autograd finds nothing to add to."""
@@ -90,7 +92,7 @@ class ShardedGrads:
             with torch._C.DisableTorchFunctionSubclass():
                 if isinstance(get_grad(info.param), ShardedGrad):
                     set_grad(info.param, None)
-                if info.param.grad_dtype is None:
+                if id(info.param) in self._any_dtype:
                     info.param.grad_dtype = info.param.dtype
             if (grad := self._of.get(id(info.param))) is not None:
                 grad.added = False
