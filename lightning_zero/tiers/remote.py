@@ -117,7 +117,7 @@ class RemotePath:
         except BaseException as error:
             with contextlib.suppress(Exception):
                 upload.file.discard()
-            raise upload.failure or error  # torch.save raises another one when a write fails
+            raise (upload.failure or error) from None  # torch.save raises another one when a write fails
 
 
 def _read(fs: Any, key: str, low: int, high: int) -> bytes:

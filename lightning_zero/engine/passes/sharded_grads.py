@@ -102,7 +102,7 @@ class ShardedGrads:
         self._forget_failed()
         self.refuse_undivided()
         self._after_step.wait_for_steps()
-        self.forget_cleared()
+        self.forget_cleared(takes=True)
 
     def refuse_undivided(self) -> None:
         """Raise RuntimeError if gradients are sums that the step has yet to divide."""
@@ -114,22 +114,24 @@ class ShardedGrads:
                 "step, before clipping, reading and optimizer.step()."
             )
 
-    def forget_cleared(self) -> None:
-        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None, and take over those that
-        they have assigned; refuse cleared ones. Collective if some were assigned."""
+    def forget_cleared(self, *, takes: bool = False) -> None:
+        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None, or to another tensor, to
+        which autograd may add. With ``takes``, store such tensors instead; collective if there are any. Raise
+        RuntimeError if a gradient that was cleared has been assigned."""
         assigned: list[tuple[Place, Tensor]] = []
         for bucket, grads in () if self._aside else self._grads.items():
-            cleared = []
+            cleared, is_plain = [], bucket.shown is Shown.PLAIN
             with torch._C.DisableTorchFunctionSubclass():
                 for info in bucket.params:
                     own, grad = self._of.get(id(info.param)), get_grad(info.param)
                     if isinstance(grad, ShardedGrad) and grad is not own:
                         raise stale(info.fqn)
-                    if grad is not None and grad is not own:
-                        if bucket.shown is not Shown.PLAIN:
-                            assigned.append((Place(bucket, info), grad))
-                    elif own is None or not (grad is own or own.added):
+                    if own is not None and (grad is own or own.added):
+                        continue
+                    if grad is None or not (is_plain or takes):
                         cleared.append(info.slot)
+                    elif not is_plain:
+                        assigned.append((Place(bucket, info), grad))
             if cleared and (grads.used or bucket.grad_store.is_there):
                 grads.forget(cleared)
             own = None

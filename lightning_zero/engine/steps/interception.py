@@ -139,7 +139,7 @@ class AroundStep:
             self.passes.between.close()
         self.passes.forget_failed()
         self.after_step.wait_for_all()
-        self.passes.sharded_grads.forget_cleared()
+        self.passes.sharded_grads.forget_cleared(takes=True)
         # Before masters change: later, the written values would be compared with values from after the step.
         self.passes.writes.take_all_over()
         self.passes.reducer.refuse_unreduced(places)

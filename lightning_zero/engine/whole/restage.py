@@ -64,7 +64,7 @@ def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instance
     passes, comm = engine.passes, engine.comm
     passes.leave()
     take_writes_over(engine)
-    engine.passes.sharded_grads.forget_cleared()
+    engine.passes.sharded_grads.forget_cleared(takes=True)
     _agree_on_grads(engine)
     comm.together("restaging: the model", partial(refuse_cuda_graphs, engine.module, config))
     share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()

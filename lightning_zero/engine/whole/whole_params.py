@@ -144,7 +144,7 @@ def _refuse_replaced(engine: Core) -> None:
 def _show_full(engine: Core, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
     """Show full masters in ``buckets``, with ``grads`` also full gradients. Add both to ``shown``. Collective."""
     take_writes_over(engine)
-    engine.passes.sharded_grads.forget_cleared()
+    engine.passes.sharded_grads.forget_cleared(takes=True)
     if grads:
         engine.passes.sharded_grads.refuse_undivided()
         engine.passes.reducer.refuse_unreduced(Place(bucket, info) for bucket in buckets for info in bucket.params)
