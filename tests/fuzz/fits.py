@@ -5,7 +5,7 @@
     python -m tests.fuzz.fits --minutes 10            # with a new seed, which it prints
     python -m tests.fuzz.fits --program 7:12          # one program again
 
-A program says what each hook does with the weights, how many batches each rank has, and how the Trainer counts them.
+A program says what each hook does with weights and gradients, how many batches each rank has, and how the Trainer counts them.
 It ends in the losses, metrics, weights and results of hooks of DDP, whose ranks have the batches that all have; of
 stage 0 with ``zero.uneven=join``.
 """
@@ -16,10 +16,12 @@ import random
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from tests.fuzz.sequences import main
 from tests.trainer import test_between_steps as uses
@@ -33,6 +35,20 @@ KEEP = [act.__name__ for act in KEEPING]
 OF_A_BATCH = "on_validation_batch_end"
 
 
+def _assigns(param: nn.Parameter) -> None:
+    param.grad = param.grad * 0.5 + 0.001  # type: ignore[operator]
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "rows": lambda param: param.grad.__setitem__(0, 0.0),
+    "halves": lambda param: param.grad.mul_(0.5),
+    "assigns": _assigns,
+    "views": lambda param: param.grad.view(-1)[1:].add_(param.grad.mean()),
+    "data": lambda param: setattr(param.grad, "data", param.grad.data - param.grad.data.mean()),
+}
+AT_ALL_TIMES = "rows", "halves"  # also in the middle of an accumulation
+
+
 class Program(NamedTuple):
     row: str
     uses: tuple[tuple[str, str], ...]  # hooks, and acts
@@ -41,6 +57,7 @@ class Program(NamedTuple):
     listed: tuple[bool, bool]  # loaders of the two have lengths
     join: bool
     hides: bool  # each unit as soon as another is used
+    changes: str | None  # of gradients
     settings: dict[str, Any]  # of the Trainer
 
 
@@ -68,6 +85,7 @@ def draw(numbers: random.Random) -> Program:
         listed=listed,
         join=numbers.random() < 0.2,
         hides=numbers.random() < 0.5,
+        changes=numbers.choice([None, *CHANGES]),
         settings={
             "accumulate_grad_batches": numbers.choice([1, 1, 2, 3]),
             "limit_train_batches": numbers.choice(limits),
@@ -80,11 +98,16 @@ def draw(numbers: random.Random) -> Program:
 
 
 class Fit(uses.Uses):
-    def __init__(self, acts: dict[str, str]) -> None:
+    def __init__(self, acts: dict[str, str], changes: str | None) -> None:
         super().__init__(None, tuple(acts))  # type: ignore[arg-type]
+        self.changes = changes
         self.acts, self.views = acts, dict.fromkeys(KEEP)
 
     def use(self, hook: str) -> None:
+        if hook == "on_before_optimizer_step" or (hook == "on_after_backward" and self.changes in AT_ALL_TIMES):
+            for param in self.parameters() if self.changes is not None else ():
+                if param.grad is not None:
+                    CHANGES[self.changes](param)
         if (name := self.acts.get(hook)) is not None:
             self.kept = self.views.get(name)
             self.noted.append((hook, ACTS[name](self)))
@@ -104,7 +127,10 @@ def run(program: Program) -> str:
         hides: dict[str, Any] = {"prefetch_bytes": 0} if program.hides and program.row.startswith("zero3") else {}
         ours = strategy_of(program.row, Path(shared[0]), **hides, **uneven)
         for strategy in (twin, ours):
-            of, module = trainer(strategy, shared[0], **program.settings), seeded(lambda: Fit(dict(program.uses)))
+            of, module = (
+                trainer(strategy, shared[0], **program.settings),
+                seeded(lambda: Fit(dict(program.uses), program.changes)),
+            )
             train = loader(program.batches, most if strategy is twin else None, listed=program.listed[0])
             try:
                 of.fit(module, train, loader(program.checked, listed=program.listed[1]))
