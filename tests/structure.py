@@ -38,7 +38,7 @@ BUDGETS = {
     "lines of the engine": 11_510,
     "files of the engine": 43,
     "lines of the longest file": 600,
-    "lines of tests": 44_570,
+    "lines of tests": 44_600,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 46,
     "private names of Lightning": 11,
