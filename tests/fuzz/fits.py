@@ -5,9 +5,9 @@
     python -m tests.fuzz.fits --minutes 10            # with a new seed, which it prints
     python -m tests.fuzz.fits --program 7:12          # one program again
 
-A program says what each hook does with weights and gradients, how many batches each rank has, and how the Trainer counts them.
-It ends in the losses, metrics, weights and results of hooks of DDP, whose ranks have the batches that all have; of
-stage 0 with ``zero.uneven=join``.
+A program says what each hook does with weights and gradients, how many batches each rank has, and how the Trainer
+counts them. It ends in the losses, metrics, weights and results of hooks of DDP, whose ranks have the batches that all
+have; of stage 0 with ``zero.uneven=join``.
 """
 
 from __future__ import annotations
