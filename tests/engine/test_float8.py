@@ -191,6 +191,6 @@ def test_modules_without_a_layer_for_it_and_with_one_of_fsdp_are_refused() -> No
         sharded({"name": "fp32", "float8": "rowwise", "float8_exclude": ["*"]}, 3)
     config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     module = torchao.convert_to_float8_training(model(), config=config)
-    says = r"parameter blocks\.0\.up\.weight is a Weight.* train in float8 by precision='float8'"
+    says = r"parameter blocks\.0\.up\.weight is a Weight.* train in float8 with precision='float8'"
     with pytest.raises(ConfigError, match=says):
         lightning_zero.shard(module, stage=2)

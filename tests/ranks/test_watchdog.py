@@ -280,7 +280,7 @@ def test_processes_that_wait_for_a_killed_one_end_and_name_it(killed: int) -> No
         for process in ranks[:killed] + ranks[killed + 1 :]:
             _, said = process.communicate(timeout=50)
             assert process.returncode == EXIT_CODE, said
-            assert f"rank {killed} (" in said and "ends: it has stood still" in said, said
+            assert f"rank {killed} (" in said and "ends: it has made no progress" in said, said
     finally:
         for process in ranks:
             process.kill()
