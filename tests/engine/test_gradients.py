@@ -192,6 +192,24 @@ def test_gradients_that_are_changed_are_stepped_as_under_ddp(stage: int) -> None
         assert_same(sharded, twin)
 
 
+@on_ranks(2, full=(1, 3))
+@STAGES
+def test_gradients_are_assigned_in_the_dtype_that_they_are_read_in(stage: int) -> None:
+    """And plain training after it computes as before: nothing is left on the parameter."""
+    sharded, _ = trained(stage=stage, precision="bf16")
+    params = list(sharded.module.parameters())
+    with sharded:
+        for param in params:
+            wanted = param.grad + 2**-12
+            assert wanted.dtype is torch.float32
+            param.grad = wanted
+            assert torch.equal(param.grad, wanted)
+        sharded.step()
+        language_work(sharded, 1)
+    sharded.engine.release()
+    assert {(param.dtype, param.grad_dtype) for param in params} == {(torch.float32,) * 2}
+
+
 @on_ranks(2)
 @STAGES
 def test_what_cannot_be_written_to_gradients_is_refused_in_words(stage: int) -> None:

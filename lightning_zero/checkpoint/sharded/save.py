@@ -36,9 +36,8 @@ from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.pages import HostPages, byte_view
 from lightning_zero.tiers.remote import INDEX, Place, RemotePath, place
 
-_Needs = tuple[
-    str, int, int, bool
-]  # host, new bytes for copies, bytes that are free there, whether values are in files
+# Host, new bytes for copies, bytes that are free there, whether values are in files.
+_Needs = tuple[str, int, int, bool]
 
 
 class Behind(NamedTuple):

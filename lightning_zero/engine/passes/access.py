@@ -77,6 +77,14 @@ class Access:
         (self._between if place.bucket.shown is Shown.MASTERS else self._writes).hand_out(place, values)
         return values
 
+    def takes_grad(self, param: nn.Parameter, value: Tensor) -> bool:
+        place = self._place_of(param)
+        takes = value.dtype == place.bucket.dtypes.master and torch._C._current_graph_task_id() == -1
+        if takes:
+            place.info.check_shape(value.shape)
+            self._passes.sharded_grads.take_assigned([(place, value)])
+        return takes
+
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
         place = self._place_of(param)
         if self._fence.is_lowered:

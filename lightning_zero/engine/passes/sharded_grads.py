@@ -38,7 +38,6 @@ class ShardedGrads:
         self._known_finite: set[int] = set()  # :meth:`overflowed` has found its gradients to be finite
         self._bucket_of = {id(info.param): bucket for bucket in self._grads for info in bucket.params}
         self._of: dict[int, ShardedGrad] = {}
-        self._any_dtype: set[int] = set()  # ids of parameters to which users may assign gradients of any dtype, by us
         self._aside = False
         self.backwards = 0  # number of this rank's backwards that have given gradients
         self.undivided = False  # gradients are sums over tokens, which the step has yet to divide by their number
@@ -81,9 +80,6 @@ class ShardedGrads:
                     grad = self._of[id(info.param)] = ShardedGrad(info, ref(self))
                 grad.added = False
                 set_grad(info.param, grad)
-                if info.param.dtype != info.dtype and info.param.grad_dtype is not None:
-                    info.param.grad_dtype = None  # let users assign gradients in the dtype that they read
-                    self._any_dtype.add(id(info.param))
 
     def remove(self, infos: Iterable[ParamInfo]) -> None:
         """Set ``param.grad`` of ``infos`` to None when a backward starts, so that autograd finds nothing to add to."""
@@ -92,8 +88,6 @@ class ShardedGrads:
             with torch._C.DisableTorchFunctionSubclass():
                 if isinstance(get_grad(info.param), ShardedGrad):
                     set_grad(info.param, None)
-                if id(info.param) in self._any_dtype:
-                    info.param.grad_dtype = info.param.dtype
             if (grad := self._of.get(id(info.param))) is not None:
                 grad.added = False
 
@@ -140,10 +134,10 @@ class ShardedGrads:
                 if key in self._of and sys.getrefcount(self._of[key]) > 2:
                     del self._of[key]  # a user has kept it, and must not see gradients to come
         if assigned:
-            self._take_assigned(assigned)
+            self.take_assigned(assigned)
 
     @outside_autograd
-    def _take_assigned(self, assigned: Sequence[tuple[Place, Tensor]]) -> None:
+    def take_assigned(self, assigned: Sequence[tuple[Place, Tensor]]) -> None:
         """Take over ``assigned``, whole tensors that are some parameters' ``param.grad``. Collective.
 
         Raises RuntimeError on all ranks if their values differ between ranks.

@@ -76,6 +76,10 @@ class Owner(Protocol):
         [Note: checksums of writes]."""
         ...
 
+    def takes_grad(self, param: nn.Parameter, value: Tensor) -> bool:
+        """Take over a gradient that torch would refuse for its dtype, and return True if it has the masters' dtype."""
+        ...
+
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
         """Write `value` to the masters for `param.data = value`, and return True. False: torch must assign `value`."""
         ...
@@ -119,6 +123,17 @@ class _Owned:
         if owner is None or not owner.replaces(self, value):
             with torch._C.DisableTorchFunctionSubclass():
                 _set_data(self, value)
+
+    def _assign_grad(self: Any, value: Tensor | None) -> None:
+        # torch takes gradients of the parameter's dtype only, which may be narrower here than that of its gradient.
+        if value is not None and self.grad_dtype not in (None, value.dtype):
+            owner = find_owner(self)
+            if owner is not None and owner.takes_grad(self, value):
+                return
+        with torch._C.DisableTorchFunctionSubclass():
+            set_grad(self, value)
+
+    grad = property(get_grad, _assign_grad, _delete_grad)
 
     def __deepcopy__(self: Any, memo: dict[int, object]) -> object:
         """Return a whole parameter of the class before sharding, which no engine owns."""
@@ -188,8 +203,7 @@ class _Absent:
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            set_grad(self, value)
+        self._assign_grad(value)
 
     @grad.deleter
     def grad(self: Any) -> None:
