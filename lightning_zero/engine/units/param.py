@@ -194,21 +194,17 @@ class _Absent:
     def is_contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         return _without_values(self).is_contiguous(memory_format=memory_format)
 
-    @property
-    def grad(self: Any) -> Tensor | None:
+    def _read_grad(self: Any) -> Tensor | None:
         """Return torch's own `grad`. `__torch_function__`, which takes ten times as long, is off meanwhile."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Tensor | None = get_grad(self)
         return grad
 
-    @grad.setter
-    def grad(self: Any, value: Tensor | None) -> None:
-        self._assign_grad(value)
-
-    @grad.deleter
-    def grad(self: Any) -> None:
+    def _drop_grad(self: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             _delete_grad(self)
+
+    grad = property(_read_grad, _Owned._assign_grad, _drop_grad)
 
     def __repr__(self: Any, *, tensor_contents: object = None) -> str:
         return f"<a sharded parameter of shape {tuple(self.shape)}; lightning_zero.gather shows its values>"
