@@ -30,7 +30,7 @@ from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, values_changed
 from lightning_zero.optimizers.state_trees import same_bits
 from lightning_zero.planning.memory import on_the_way_nbytes, reason_not_to_fit
-from lightning_zero.ranks.peers import machine
+from lightning_zero.ranks.posts import machine
 from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.limits import available_host_memory
 
