@@ -441,9 +441,10 @@ def test_what_one_rank_writes_inside_gather_is_refused_whoever_owns_the_shard(wr
     for stage in (2, 3):
         with Sharded(Model(), stage=stage) as side:
             for name, param in side.module.named_parameters():
-                with pytest.raises(
-                    RuntimeError, match=rf"^{re.escape(name)}: written to inside gather\(\), with other"
-                ), lightning_zero.gather(side.module):
+                with (
+                    pytest.raises(RuntimeError, match=rf"^{re.escape(name)}: written to inside gather\(\), with other"),
+                    lightning_zero.gather(side.module),
+                ):
                     if dist.get_rank() == writer:
                         param.data[-1:].mul_(0.5).add_(0.25)
             language_work(side, 0)
