@@ -121,7 +121,7 @@ class Waits:
                 _wait_of_process = _wait_of_process._replace(work=None)
         except RuntimeError as error:
             waited = time.monotonic() - started
-            if isinstance(error, StallError):
+            if isinstance(error, PeerError | StallError):
                 raise
             if is_broken_connection(error):
                 raise PeerError(

@@ -149,6 +149,25 @@ def _one_ends(gone: int) -> None:
         barrier(dist.group.WORLD, own, "the end")
 
 
+class _NeverComes:
+    """A message whose connection does not break, as under NCCL or behind a cut network."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, limit: timedelta) -> None:
+        time.sleep(limit.total_seconds())
+        raise RuntimeError("timed out")
+
+
+def test_a_wait_for_a_rank_that_has_ended_is_over_though_no_connection_breaks() -> None:
+    own = Waits(None, stall_timeout_s=30.0)
+    own._watchdog = mock.Mock(compare_waits=lambda: verdict.Gone([1], True), culprit=lambda: "rank 1 has ended")
+    with mock.patch.object(waits_module, "ASK_S", 0.05), pytest.raises(verdict.PeerError, match="^rank 0: rank 1 has"):
+        own.wait_work(_NeverComes(), "a gather")
+    own._watchdog = None
+
+
 # -- refusing together ------------------------------------------------------------------------------------------------
 
 
