@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_zero.comm.agreements import ApartError, barrier, broadcast_object, open_waits, together
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.ranks import verdict
+from lightning_zero.ranks import waits as waits_module
 from lightning_zero.ranks.verdict import StallError
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError
