@@ -211,8 +211,8 @@ class Core:
             ranks = capacity.find_ranks(groups, config, group, device, node, waits)
             self.comm = Communicator(group, device, ranks=ranks, waits=waits, long_work=long_work)
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
-            self.tiers, rows = capacity.make_tiers(groups, config, self.comm, instances(), share)
-            self.units = Units(build_units(module, groups, config, self.comm, rows, self.tiers, sources))
+            self.tiers, plans = capacity.make_tiers(groups, config, self.comm, instances(), share)
+            self.units = Units(build_units(module, groups, config, self.comm, plans, self.tiers, sources))
             self.units.connect()
             forget()
         except BaseException:

@@ -17,7 +17,7 @@ from lightning_zero.comm.reduction import Pending
 from lightning_zero.comm.transports import Members, PlainTransport, Sent, _reduce_scatter_single, all_gather_single
 from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.grad_store import Arrived, Claimed, _wait
+from lightning_zero.engine.units.grad_store import Claimed, _wait
 from lightning_zero.engine.units.master_storage import copy_cast
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.tiers.pinned import Landing, ReadAhead, Sender
@@ -131,13 +131,13 @@ def take_what_is_on_its_way(streams: Any, arrival: Any) -> None:
     """A gradient on its way to the host is taken for one that is there."""
 
 
-def arrived_at_once(self: Claimed) -> Arrived:
-    return Arrived(self.grad, None)
+def arrived_at_once(self: Claimed) -> tuple[Tensor | None, Tensor | None]:
+    return self.grad, None
 
 
-def multiplied_at_once(self: Claimed) -> Arrived:
+def multiplied_at_once(self: Claimed) -> tuple[Tensor | None, Tensor | None]:
     _wait(self.streams, self.arrival)
-    return Arrived(self.grad, None if self.factor is None else self.factor.value)
+    return self.grad, None if self.factor is None else self.factor[0]
 
 
 def land_at_once(self: Landing, piece: Any) -> None:

@@ -18,7 +18,6 @@ from lightning_zero.engine.passes.writes import checksum
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
-from lightning_zero.engine.units.grad_store import Factor
 from lightning_zero.engine.units.param import ParamInfo, get_grad, set_grad
 
 
@@ -301,7 +300,7 @@ class ShardedGrads:
     def scale(self, places: Iterable[Place], factor: Tensor) -> None:
         """Multiply the gradients at ``places`` by ``factor`` (0-d, on the device), equal on all ranks."""
         streams = self._reducer.comm.streams
-        on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))
+        on_host = functools.cache(lambda: streams.to_host(factor))
 
         def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
             """Return whether the bucket's step on the host takes over the scaling, so that the host need not wait."""

@@ -24,7 +24,6 @@ from lightning_zero.engine.steps.runs import LEFT, FlatRun, ParamStates, Runs, s
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.after_step import StepJob
 from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.engine.units.grad_store import Arrived
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.optimizers.chunks import dtype_of_step, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import (
@@ -462,7 +461,11 @@ class ShardedOptimizer(Stepper):
 
     @contextlib.contextmanager
     def _runs_in_groups(
-        self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], claimed: Arrived | None = None
+        self,
+        optimizer: Optimizer,
+        buckets: Sequence[Bucket],
+        used: set[int],
+        claimed: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> Iterator[None]:
         """Inside the `with`, param groups list the runs of `buckets` whose parameters got a gradient (ids in `used`).
         Runs that need :meth:`_step_in_pieces` are not listed, but stepped before the body. `claimed`: the gradient of
@@ -472,7 +475,7 @@ class ShardedOptimizer(Stepper):
         stepped: list[FlatRun] = []
         in_pieces: list[tuple[int, FlatRun, Tensor, Tensor | None]] = []
         for bucket in buckets:
-            full, factor = claimed if claimed is not None else Arrived(bucket.grad, None)
+            full, factor = claimed or (bucket.grad, None)
             for index, run in self.runs.grouped(bucket):
                 slot = run.run.fragments[0].index  # runs are cut where gradients begin or end
                 if index == LEFT or full is None or id(bucket.params[slot].param) not in used:

@@ -26,11 +26,21 @@ from lightning_zero.comm.communicator import Communicator, Sends
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
-from lightning_zero.engine.units.grad_store import GradStore, make_grad_store
+from lightning_zero.engine.units.grad_store import GradStore, OnHost
 from lightning_zero.engine.units.master_storage import MasterStorage, ResidentStorage, Tiers, make_storage, opened
 from lightning_zero.engine.units.param import ParamInfo, set_values, values_changed
-from lightning_zero.engine.units.param_store import FlatBuffer, NodeShard, ParamStore, make_param_store, placeholders
-from lightning_zero.planning.buckets import BucketPlan
+from lightning_zero.engine.units.param_store import (
+    DeviceShard,
+    FileShard,
+    FlatBuffer,
+    FullCopy,
+    FullIsMaster,
+    InMasterStorage,
+    NodeShard,
+    ParamStore,
+    placeholders,
+)
+from lightning_zero.planning.buckets import BucketPlan, ParamsRest
 from lightning_zero.planning.layout import Fragment
 from lightning_zero.planning.placement import Tier
 from lightning_zero.pretrained.stored import StoredTensor
@@ -71,11 +81,10 @@ class AwaitedStep:
 _AT_ONCE = contextlib.nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
-class Dtypes:
-    """The dtypes of a bucket's compute parameters, masters, gradients and optimizer state. Gradients are summed in
-    `reduce`, then held in `grad`. They are sent in `wire`: `reduce`, or `compute` where that loses no bit. With
-    `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives."""
+class Dtypes(NamedTuple):
+    """The dtypes of a bucket's compute parameters, masters, gradients and optimizer state. Ranks send gradients in
+    `wire`, sum them in `reduce` and hold the sum in `grad`. `wire` is `reduce`, or `compute` where that loses no bit.
+    With `exchanged`, ranks send gradients by an all-to-all, and each rank adds up what it receives."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -219,14 +228,30 @@ class Bucket:
             self.storage = ResidentStorage(self._own_part, is_exposed=True)
 
     def _make_param_store(self, values: Tensor) -> None:
-        self.param_store = make_param_store(
-            self.plan, self.label, self.storage, self._own_part, values, self._send, self._tiers, self.comm.streams
-        )
+        """Make the store that the plan asks for, from the compute parameters `values` [owned numel], of any dtype."""
+        own, dtype, tiers = self._own_part, self.dtypes.compute, self._tiers
+        match self.plan.params_rest:
+            case ParamsRest.full_is_master:
+                self.param_store = FullIsMaster(self.storage)
+            case ParamsRest.full:
+                self.param_store = FullCopy(self.storage, own, self._send)
+            case ParamsRest.storage:
+                self.param_store = InMasterStorage(self.storage)
+            case ParamsRest.shard if self.plan.tiers.compute_param is Tier.nvme:
+                assert tiers.nvme is not None and tiers.read_ahead is not None
+                streams, on_host = self.comm.streams, values.to("cpu", dtype)
+                self.param_store = FileShard(tiers.nvme, self.storage, tiers.read_ahead, streams, self.label, on_host)
+            case ParamsRest.shard:
+                self.param_store = DeviceShard(values.to(own.device, dtype, copy=True), self._send)
 
     def _make_grad_store(self) -> None:
-        self.grad_store = make_grad_store(
-            self.plan, self.label, self.plan.owned_numel, self.dtypes.grad, self._tiers, self.comm.streams
-        )
+        plan, tiers, dtype = self.plan, self._tiers, self.dtypes.grad
+        if plan.trainable and plan.grads_on_host:
+            assert tiers.host is not None and tiers.landing is not None
+            assert plan.shards_master, "else norms taken before the copy would count elements that other ranks count"
+            self.grad_store = OnHost(tiers.host, self.label, plan.owned_numel, dtype, tiers.landing)
+        else:
+            self.grad_store = GradStore(dtype, self.comm.streams)
 
     def make_trainable(self) -> None:
         before, self.plan = self.plan, replace(self.plan, trainable=True)

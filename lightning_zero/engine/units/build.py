@@ -19,8 +19,7 @@ from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.engine.units.packed import replicate_beside
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.mesh.local_leaves import split_of
-from lightning_zero.planning.buckets import place
-from lightning_zero.planning.placement import STAGES, TierRow
+from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.topology import Ranks, by_part
 from lightning_zero.pretrained.first import ADAPTER, reset_adapter, resetter
 from lightning_zero.settings import ConfigError, Precision, ZeroConfig
@@ -158,14 +157,15 @@ def build_units(
     groups: Sequence[UnitGroup],
     config: ZeroConfig,
     comm: Communicator,
-    rows: Sequence[TierRow],
+    plans: Sequence[BucketPlan],
     tiers: Tiers,
     sources: Mapping[str, Tensor],
 ) -> list[Unit]:
     """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective.
 
-    `rows` has the tiers of each unit. `sources` has first values by name, of which a rank reads its own parts. Raises
-    ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on any rank.
+    `plans`: one of each bucket, in the order of `groups`. `sources`: first values by name, of which a rank reads its
+    own parts. Raises ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on
+    any rank.
     """
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
@@ -177,9 +177,7 @@ def build_units(
             make = functools.partial(materialise, module, group.name, names, comm.device, sources)
             comm.together(f"first values of unit {group.name or '(root)'}", make)
         buckets: list[Bucket] = []
-        for part in group.buckets:
-            shape, stage = part.shape(index), STAGES[config.stage.name]
-            plan = place(shape, stage, rows[index], comm.shard.size, even_alone=comm.even_alone)
+        for part, plan in zip(group.buckets, (plan for plan in plans if plan.unit == index), strict=True):
             label = f"{group.name or '(root)'}#{len(buckets)}"
             among = comm
             if part.parts > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from types import FunctionType
 
@@ -62,25 +62,15 @@ class BucketGroup:
         numels = tuple(info.numel for info in self.params)
         built = tuple(info.numel * info.dtype.itemsize for info in self.params)
         beside = sum(tensor.nbytes for info in self.params for _, _, tensor in tensors_beside(info.param))
-        return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole, built, beside, self.parts)
+        compute, master, reduce, grad, wire = (dtype.itemsize for dtype in self.dtypes[:5])
+        sizes = Itemsizes(compute, master, reduce, grad, wire, self.dtypes.exchanged, self.dtypes.state)
+        return BucketShape(unit, numels, sizes, self.trainable, self.whole, built, beside, self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitGroup:
     name: str  # fqn of the module, "" for the root
     buckets: list[BucketGroup]
-
-
-def itemsizes(dtypes: Dtypes) -> Itemsizes:
-    return Itemsizes(
-        dtypes.compute.itemsize,
-        dtypes.master.itemsize,
-        dtypes.reduce.itemsize,
-        dtypes.grad.itemsize,
-        dtypes.wire.itemsize,
-        exchanged=dtypes.exchanged,
-        state=dtypes.state,
-    )
 
 
 def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
@@ -246,7 +236,7 @@ def _group(
     # Buckets are the same at every stage: norms are summed by bucket, so other buckets would change their last bits.
     groups: dict[tuple[Dtypes, bool, bool, int], list[ParamInfo]] = {}
     for param, fqns in members:
-        dtypes = replace(_dtypes(param, id(param) in fp32, config, precision), state=config.optimizer.state_dtype)
+        dtypes = _dtypes(param, id(param) in fp32, config, precision)
         # See [Note: placeholders].
         whole = param.numel() <= 1 or not (param.is_floating_point() or is_packed(param)) or id(param) in norms
         dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
@@ -278,24 +268,19 @@ def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) 
 
 
 def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision: Precision) -> Dtypes:
-    own = param.dtype
-    wide = torch.promote_types(own, torch.float32)
-    if not own.is_floating_point or own.itemsize == 1 or is_packed(param):  # a cast would change packed bytes
-        return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
-    if (true := TRUE_DTYPES.get(precision)) is not None:
-        reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else true
-        return _with_wire(Dtypes(compute=true, master=true, reduce=reduce, grad=true, wire=reduce))
-    if precision is Precision.fp32:
-        return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
-    reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else wide
-    grad = _DTYPES[config.precision.grad_dtype] if config.precision.grad_dtype else wide
-    compute = own if keeps_fp32 or own.itemsize > 4 else AUTOCAST_DTYPES[precision]
-    return _with_wire(Dtypes(compute=compute, master=wide, reduce=reduce, grad=grad, wire=reduce))
-
-
-def _with_wire(dtypes: Dtypes) -> Dtypes:
-    made_narrow = (dtypes.compute, dtypes.reduce) == (torch.bfloat16, torch.float32)
-    return replace(dtypes, wire=dtypes.compute, exchanged=True) if made_narrow else dtypes
+    own, asked, state = param.dtype, config.precision, config.optimizer.state_dtype
+    is_bytes = not own.is_floating_point or own.itemsize == 1 or is_packed(param)  # which a cast would change
+    if is_bytes or precision is Precision.fp32:
+        return Dtypes(own, own, own, own, own, state=state)
+    if precision in TRUE_DTYPES:
+        compute = master = grad = TRUE_DTYPES[precision]
+    else:
+        compute = own if keeps_fp32 or own.itemsize > 4 else AUTOCAST_DTYPES[precision]
+        master = torch.promote_types(own, torch.float32)
+        grad = _DTYPES[asked.grad_dtype] if asked.grad_dtype else master
+    reduce = _DTYPES[asked.reduce_dtype] if asked.reduce_dtype else master
+    exchanged = (compute, reduce) == (torch.bfloat16, torch.float32)
+    return Dtypes(compute, master, reduce, grad, compute if exchanged else reduce, exchanged, state)
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:

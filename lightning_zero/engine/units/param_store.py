@@ -6,7 +6,7 @@ memory. So a :class:`FlatBuffer` keeps that object, and frees and takes memory b
 are valid again after the next gather. In between, a read of one raises an error or crashes the process. On CUDA the
 memory belongs to the gather stream's pool; `device/streams.py` says who waits for whom.
 
-Between uses a :class:`ParamStore` holds the parameters. Its class depends on the plan's :class:`ParamsRest`::
+Between uses a :class:`ParamStore` holds the parameters. Its class depends on ``BucketPlan.params_rest``::
 
                      prepare: before a gather          update: after a step
     FullIsMaster     nothing                           nothing
@@ -27,10 +27,8 @@ from torch import Tensor
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
 from lightning_zero.device.streams import Streams
-from lightning_zero.engine.units.master_storage import MasterStorage, Tiers
+from lightning_zero.engine.units.master_storage import MasterStorage
 from lightning_zero.engine.units.param import ParamInfo
-from lightning_zero.planning.buckets import BucketPlan, ParamsRest
-from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.topology import Group
 from lightning_zero.tiers.extents import Wanted
 from lightning_zero.tiers.nvme import NvmeTier
@@ -245,30 +243,3 @@ class FileShard(ParamStore):
         if self._give_back is not None:
             self._give_back(self._streams.mark())
         self._reading, self._staged, self._give_back = None, None, None
-
-
-def make_param_store(
-    plan: BucketPlan,
-    label: str,
-    storage: MasterStorage,
-    own: Tensor,
-    values: Tensor,
-    send: Callable[[Tensor], None],
-    tiers: Tiers,
-    streams: Streams,
-) -> ParamStore:
-    """Make the store that `plan` asks for, from the compute parameters `values` [owned numel] in any dtype. `own`: this
-    rank's slice of the full buffer; its dtype is kept. `send` casts masters into a tensor."""
-    match plan.params_rest:
-        case ParamsRest.full_is_master:
-            return FullIsMaster(storage)
-        case ParamsRest.full:
-            return FullCopy(storage, own, send)
-        case ParamsRest.storage:
-            return InMasterStorage(storage)
-        case ParamsRest.shard if plan.tiers.compute_param is Tier.nvme:
-            assert tiers.nvme is not None and tiers.read_ahead is not None
-            values = values.to("cpu", own.dtype)
-            return FileShard(tiers.nvme, storage, tiers.read_ahead, streams, label, values)
-        case ParamsRest.shard:
-            return DeviceShard(values.to(own.device, own.dtype, copy=True), send)

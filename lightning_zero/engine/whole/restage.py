@@ -20,7 +20,7 @@ from lightning_zero.engine.build import Core
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.capacity import Held, change_tiers
+from lightning_zero.engine.units.capacity import Held, make_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs
 from lightning_zero.engine.units.master_storage import Tiers, opened
 from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
@@ -169,7 +169,7 @@ def _make_tiers(
         later = sum(counts[sharded] for sharded in own)
         whole = partial(lambda own, bucket, plan: sum(each.whole_state(bucket, plan) for each in own), own, bucket)
         held.append(Held(bucket.plan, now, later, whole(None), whole))
-    return change_tiers(groups, config, engine.comm, instances, share, engine.tiers, held)
+    return make_tiers(groups, config, engine.comm, instances, share, engine.tiers, held)
 
 
 # -- the move ---------------------------------------------------------------------------------------------------------
