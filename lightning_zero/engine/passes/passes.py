@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -37,7 +36,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param import ParamInfo
-from lightning_zero.engine.units.unit import State, Unit
+from lightning_zero.engine.units.unit import State, Unit, Units
 from lightning_zero.optimizers.refused import refuse_unequal
 from lightning_zero.settings import Precision, ZeroConfig
 from lightning_zero.timeline.compute_lane import ComputeLane
@@ -47,33 +46,25 @@ MOST_PLANS = 16  # passes of one step with a plan each; later ones, of a loop wi
 Look = Callable[[ParamInfo, Tensor], object]
 
 
-@dataclass(eq=False, repr=False)
 class Passes:
     """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods."""
 
-    units: Sequence[Unit]
-    comm: Communicator
-    _: KW_ONLY
-    order: GatherOrder
-    reducer: Reducer
-    after_step: AfterStep
-    writes: Writes
-    buffers: BufferSync
-    config: ZeroConfig
-    precision: Precision
-    hooks: Hooks = field(init=False)  # made after the passes
+    hooks: Hooks  # made after the passes
 
-    def __post_init__(self) -> None:
-        most = self.config.optimizer.skip_nonfinite
+    def __init__(self, module: nn.Module, units: Units, comm: Communicator, config: ZeroConfig, cores: int) -> None:
+        """Collective. ``cores``: number of cores for this rank's offloaded steps."""
+        self.units, self.comm, self.config = units, comm, config
+        self.precision = config.precision.name or Precision.fp32
+        self.after_step = AfterStep(units, comm.streams, cores)
+        self.reducer = Reducer(units.buckets, comm, config.reduce_bucket_bytes)
+        self.order = GatherOrder(units, comm, self.reducer, self.after_step, config)
+        self.writes, self.buffers = Writes(units.buckets, comm), BufferSync(module, comm)
+        most = config.optimizer.skip_nonfinite
         self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed, most_overflows=most)
-        self.between = Between(
-            self.units, self.comm, self.writes, most_bytes=self.order.prefetch_bytes, settle=self._settle
-        )
-        self.fence = Fence(
-            [b for unit in self.units for b in unit.buckets], in_pass=self._in_pass, in_run=lambda: self.between.in_run
-        )
-        self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
-        self.saved = SavedWeights(self.units, weakly(self.weights_needed, False))
+        self.between = Between(units, comm, self.writes, most_bytes=config.prefetch_bytes, settle=self._settle)
+        self.fence = Fence(units.buckets, in_pass=self._in_pass, in_run=lambda: self.between.in_run)
+        self.timeline = Timeline(config.timeline, comm, self.wait_for_all)
+        self.saved = SavedWeights(units, weakly(self.weights_needed, False))
         self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
         self._open = OpenPass(None)
