@@ -43,14 +43,14 @@ WHOLE_BF16 = {"name": "bf16", "fp32_modules": []}
 def sent_dtypes() -> Iterator[list[tuple[torch.dtype, torch.dtype | None]]]:
     """Of the gradients that are reduced, and of their sums where an all-to-all makes them."""
     found: list[tuple[torch.dtype, torch.dtype | None]] = []
-    reduce = Communicator._reduce
+    reduce = Communicator.reduce
 
-    def seen(self: Communicator, full: Tensor, label: str, factor: float, total: Any, **options: Any) -> Any:
+    def seen(self: Communicator, full: Tensor, label: str, **options: Any) -> Any:
         if label != communicator._FIRST:
-            found.append((full.dtype, total))
-        return reduce(self, full, label, factor, total, **options)
+            found.append((full.dtype, options["total_dtype"]))
+        return reduce(self, full, label, **options)
 
-    with mock.patch.object(Communicator, "_reduce", seen):
+    with mock.patch.object(Communicator, "reduce", seen):
         yield found
 
 

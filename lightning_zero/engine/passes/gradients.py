@@ -470,9 +470,9 @@ class Reducer:
             self._land()
         full = grads.buffer_to_reduce()
         self.issued += 1
-        operation = bucket.comm.reduce_scatter if bucket.plan.shards_master else bucket.comm.all_reduce
+        whole, factor = not bucket.plan.shards_master, grads.scale_of_sum
         with recording.profiled("reduce", bucket.label):
-            reduction = operation(full, bucket.label, factor=grads.scale_of_sum, total_dtype=total_dtype)
+            reduction = bucket.comm.reduce(full, bucket.label, whole=whole, factor=factor, total_dtype=total_dtype)
         if not self.comm.streams.are_there:
             reduction.used_up = full
         reduction.nbytes = nbytes

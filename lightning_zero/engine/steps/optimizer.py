@@ -38,8 +38,8 @@ from lightning_zero.optimizers.known import (
     without_hooks,
 )
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, narrow_states
+from lightning_zero.optimizers.probe import check_declared
 from lightning_zero.optimizers.refused import check_narrow_groups
-from lightning_zero.optimizers.slices import check_declared
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, leaves_of
 from lightning_zero.optimizers.trial import step_of
 from lightning_zero.planning.buckets import BucketPlan

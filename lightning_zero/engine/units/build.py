@@ -181,7 +181,7 @@ def build_units(
             label = f"{group.name or '(root)'}#{len(buckets)}"
             among = comm
             if part.parts > 1:
-                among = comm.over(Ranks.of(comm.rank, by_part(comm.ranks.topology, part.parts), config))
+                among = comm.with_ranks(Ranks.of(comm.rank, by_part(comm.ranks.topology, part.parts), config))
             bucket = Bucket(label, part.params, plan, part.dtypes, among, tiers)
             _fill(bucket, sources)
             buckets.append(bucket)
