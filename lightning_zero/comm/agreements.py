@@ -79,6 +79,15 @@ def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool 
     return [value for _, value, _ in found]
 
 
+def gather_if_unequal(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
+    """Return None if ``value`` has one ``repr`` on all ranks, else each rank's value. Blocks. Collective."""
+    # Compare all digests, not only this rank's with rank 0's: all ranks must decide alike on the second message.
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    if len(set(gather_objects(group, digest, waits, f"whether {what} are the same on all ranks"))) == 1:
+        return None
+    return gather_objects(group, value, waits, f"where {what} differ between ranks")
+
+
 def _row(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)
 

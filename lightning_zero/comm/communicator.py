@@ -90,7 +90,7 @@ class Communicator:
         self.device = device
         self._parent = group
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
-        ranks = ranks if ranks is not None else Ranks.of(self.waits.rank, flat(self.waits.world_size))
+        ranks = ranks if ranks is not None else Ranks.locate(self.waits.rank, flat(self.waits.world_size))
         self.rank, self.world_size, self.ranks = ranks.rank, ranks.world_size, ranks
         self.shard, self.replicate = ranks.shard, ranks.replicate
         self.waits.all_take_part = ranks.shard.size == ranks.world_size and not (ranks.node.size or ranks.sum.size)
@@ -472,7 +472,7 @@ class Communicator:
         return tensor
 
     def _agree(self, work: Any, label: str) -> None:
-        with recording.stands("agree", label, on_host=True), self._noting_exceptions():
+        with recording.waiting("agree", label, on_host=True), self._noting_exceptions():
             self.waits.wait_work(work, label)
 
     @contextlib.contextmanager

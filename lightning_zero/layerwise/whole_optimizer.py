@@ -120,7 +120,7 @@ class WholeOptimizer(Stepper):
         tensor = self.owned.tensors.get((place.bucket, place.info.slot))
         if tensor is None or not self._is_of_torch:  # other classes may treat small tensors, as of the trial, otherwise
             return None
-        return next((shape.of(tensor.info.shape) for shape in self._shapes(tensor) if shape.name == name), None)
+        return next((shape.sizes(tensor.info.shape) for shape in self._shapes(tensor) if shape.name == name), None)
 
     def _try(self) -> None:
         """Run trial steps of the optimizer. Raise ConfigError if masters are sharded and it cannot step them so."""

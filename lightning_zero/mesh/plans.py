@@ -57,7 +57,7 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
     if not config.splits:
         return
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    ranks = Ranks.of(rank, flat(world_size), config)
+    ranks = Ranks.locate(rank, flat(world_size), config)
     mesh = device_mesh(device.type, tensor)["tensor_parallel"]
     stays_local: dict[str, StaysLocal] = {}
     is_split = any(isinstance(param, DTensor) for param in module.parameters())

@@ -89,7 +89,7 @@ class Split:
             place = place * size + offset
         return place
 
-    def of(self, whole: Tensor) -> Tensor:
+    def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part of ``whole``."""
         found = [whole.narrow(self.dim, run.first, run.size) for run in self.runs[self.part]]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)

@@ -64,7 +64,7 @@ class ByBatchSize:
     def scales(self) -> bool:
         return self.sizes[0] != self.sizes[1]
 
-    def of(self, size: int) -> Activations:
+    def interpolate(self, size: int) -> Activations:
         """Interpolate the activations of ``size`` samples. Raises ValueError if only another size was measured."""
         (few, many), (small, large) = self.sizes, self.measured
         if size == few:

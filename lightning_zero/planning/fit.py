@@ -67,7 +67,11 @@ class Model:
 
     @property
     def micro_batch(self) -> Activations | None:
-        return None if self.activations is None else self.activations.of(self.samples or self.activations.sizes[0])
+        return (
+            None
+            if self.activations is None
+            else self.activations.interpolate(self.samples or self.activations.sizes[0])
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,7 +264,9 @@ def test_parts_are_added_in_rank_order(transport: Transport, dtype: torch.dtype,
 def test_parts_are_added_within_nodes_and_then_between_them(dtype: torch.dtype, host: bool) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     parts = 2 if world == 8 else 1  # where tensor parallelism splits parameters, every second rank shares shards
-    ranks = Ranks.of(rank, by_part(over_nodes([str(r // (2 * parts)) for r in range(world)], exchanges=True), parts))
+    ranks = Ranks.locate(
+        rank, by_part(over_nodes([str(r // (2 * parts)) for r in range(world)], exchanges=True), parts)
+    )
     group, index = ranks.shard.ranks, ranks.shard.index
     nodes, own = len(group) // 2, slice(index * 512, (index + 1) * 512)
     terms = {r: _input(r, len(group), dtype).float() for r in group}

@@ -231,7 +231,7 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "the second half of an all-reduce": (COMMUNICATOR + "_rest_in_stream", gather_what_is_not_summed, Case(0)),
     "the sum over the nodes": (COMMUNICATOR + "_issue_sum", sum_alone, Case(3, nodes=2)),
     "the sum over nodes, for those within them": (COMMUNICATOR + "_sum_nodes", sum_nodes_elsewhere, LEVELS),
-    "inputs of a block, for their copy to the host": (INPUTS + "leave", leave_at_once, RECOMPUTES),
+    "inputs of a block, for their copy to the host": (INPUTS + "free_copied", leave_at_once, RECOMPUTES),
     "a block that is computed again, for its inputs": (INPUTS + "unpack", take_inputs_at_once, RECOMPUTES),
     "others, for a unit arriving here": (UNITS + "unit.Unit.serve", serve_what_is_on_its_way, DEVICE, serves_others),
     "a comparison, for own parameters": (BUCKET + "own_compute_params", own_params_at_once, HOST, writes_weights),

@@ -325,7 +325,7 @@ def meets_an_error(row: str, stage: int, kind: str, tmp_path: Path) -> weakref.r
 def test_a_failed_step_is_not_raised_in_the_waits_of_others() -> None:
     side = Sharded(Model(), stage=1)
     unit, error = side.engine.units[0], RuntimeError("a step has failed")
-    unit.buckets[0].awaited_step.ask(None).set_exception(error)
+    unit.buckets[0].awaited_step.announce(None).set_exception(error)
     side.engine.passes.after_step._pending_syncs.append((unit, unit.buckets[:1]))
     assert not side.engine.passes.after_step.go_on()
     assert error.__traceback__ is None

@@ -259,7 +259,7 @@ class Passes:
         self.recover()
         self.after_step.wait_for_all()
 
-    def rest(self) -> None:
+    def end_run(self) -> None:
         """End the open pass, and wait for optimizer steps and gathers in flight, when a run ends. Collective."""
         self.leave()
         whole = self.after_step.failed is None  # if a step has failed, its error was raised before

@@ -413,7 +413,7 @@ class ShardedOptimizer(Stepper):
         # A bucket of which this rank owns nothing has no job, but notes a step all the same, which decides what is
         # gathered ahead. See [Note: one order of collectives].
         for bucket in for_worker.difference(buckets):
-            bucket.awaited_step.ask(None).set_result(None)
+            bucket.awaited_step.announce(None).set_result(None)
         return changed
 
     @contextlib.contextmanager
@@ -535,7 +535,7 @@ class ShardedOptimizer(Stepper):
                 places = [(replace(f, start=f.start - start), names[f.index].fqn) for f in run.run.fragments]
                 state, step = shadow.state[run.tensor], self.runs.step_count(run)
                 one = NarrowStep(run.tensor, grad, state, self.runs.narrow, places, step, factor, rounding)
-                one.by(shadow, memory)
+                one.step_pieces(shadow, memory)
             else:
                 step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)
             if isinstance(shadow, torch.optim.SGD) and (narrow or rounding is not None):

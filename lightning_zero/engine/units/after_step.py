@@ -71,7 +71,7 @@ class StepWorker:
     def submit(self, jobs: Iterable[StepJob], event: Event) -> None:
         """Queue `jobs`. A job's end completes its bucket's `awaited_step`. Jobs write to the GPU only after `event`."""
         # Before the worker sees the jobs: when this returns, every gather of these buckets waits for its step.
-        queued = [_Queued(job, job.bucket.awaited_step.ask(event)) for job in jobs]
+        queued = [_Queued(job, job.bucket.awaited_step.announce(event)) for job in jobs]
         if not queued:
             return
         # One lock for the queue and `_running`. Otherwise the worker could see an empty queue and stop, while this
@@ -146,7 +146,7 @@ class StepWorker:
     def wait(self) -> None:
         """Wait for all jobs. After a failed step every wait raises its error, because masters are half stepped."""
         if self._last is not None:
-            with recording.stands("step", "offloaded steps", on_host=True):
+            with recording.waiting("step", "offloaded steps", on_host=True):
                 self._last.result()
             self._last = None
         if self._error is not None:

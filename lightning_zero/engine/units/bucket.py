@@ -54,7 +54,7 @@ class AwaitedStep:
         self.event: Event = None
         self.future: Future[None] | None = None  # of the submitted step; on all ranks or on none
 
-    def ask(self, event: Event) -> Future[None]:
+    def announce(self, event: Event) -> Future[None]:
         """Note that a step is submitted. Return a future, which whoever runs the step completes."""
         self.event = event
         self.future = Future()
@@ -73,7 +73,7 @@ class AwaitedStep:
         if self.future is not None:
             # The future of a failed step stays, so that later waits raise too: masters are half stepped.
             waits = not self.future.done()
-            with recording.stands("step", "offloaded step", on_host=True) if waits else _AT_ONCE:
+            with recording.waiting("step", "offloaded step", on_host=True) if waits else _AT_ONCE:
                 self.future.result()
             self.future = self.event = None
 
@@ -238,9 +238,8 @@ class Bucket:
             case ParamsRest.storage:
                 self.param_store = InMasterStorage(self.storage)
             case ParamsRest.shard if self.plan.tiers.compute_param is Tier.nvme:
-                assert tiers.nvme is not None and tiers.read_ahead is not None
-                streams, on_host = self.comm.streams, values.to("cpu", dtype)
-                self.param_store = FileShard(tiers.nvme, self.storage, tiers.read_ahead, streams, self.label, on_host)
+                on_host = values.to("cpu", dtype)
+                self.param_store = FileShard(tiers, self.storage, self.comm.streams, self.label, on_host)
             case ParamsRest.shard:
                 self.param_store = DeviceShard(values.to(own.device, dtype, copy=True), self._send)
 
@@ -345,7 +344,7 @@ class Bucket:
         """Record the copy of `nbytes` between tiers that the body makes. Without streams record the host's wait too."""
         recording.moved(lane, nbytes)
         waits = not self.comm.streams.are_there
-        with recording.span(lane, self.label), recording.stands("transfer", self.label) if waits else _AT_ONCE:
+        with recording.span(lane, self.label), recording.waiting("transfer", self.label) if waits else _AT_ONCE:
             yield
 
     def own_compute_params(self) -> Tensor:
@@ -402,7 +401,7 @@ class Bucket:
         # Update the compute parameters completely: no gather follows that would bring the other ranks' slices.
         if not self.plan.reshards or self.full.allocated:
             self.full.data.copy_(full)
-        self.node_shard.becomes(full)
+        self.node_shard.update(full)
 
     # -- gathered values ------------------------------------------------------------------------------------------
 
@@ -431,7 +430,7 @@ class Bucket:
         self.awaited_step.wait()
         self.full.allocate()
         if of_node:
-            self.node_shard.put_into(self.full.data)
+            self.node_shard.copy_to(self.full.data)
         else:
             self.param_store.prepare(self._own_part)
         return self.full.data, self.label

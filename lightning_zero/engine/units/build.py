@@ -80,7 +80,7 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
         reset()
         for tensor in lacking.values():
             if (split := split_of(tensor)) is not None:
-                tensor.data = split.of(tensor.data).contiguous()
+                tensor.data = split.cut(tensor.data).contiguous()
 
 
 def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[str]) -> None:
@@ -181,7 +181,7 @@ def build_units(
             label = f"{group.name or '(root)'}#{len(buckets)}"
             among = comm
             if part.parts > 1:
-                among = comm.with_ranks(Ranks.of(comm.rank, by_part(comm.ranks.topology, part.parts), config))
+                among = comm.with_ranks(Ranks.locate(comm.rank, by_part(comm.ranks.topology, part.parts), config))
             bucket = Bucket(label, part.params, plan, part.dtypes, among, tiers)
             _fill(bucket, sources)
             buckets.append(bucket)

@@ -307,7 +307,7 @@ def find_ranks(
 
         hybrid_shard = HybridShard.node if several and all(fits(*row) for row in table) else HybridShard.flat
     exchanges = any(bucket.dtypes.exchanged for unit in groups for bucket in unit.buckets)
-    return Ranks.of(waits.rank, over_nodes(names, hybrid_shard, exchanges=exchanges), config)
+    return Ranks.locate(waits.rank, over_nodes(names, hybrid_shard, exchanges=exchanges), config)
 
 
 def _sum(buckets: Iterable[tuple[BucketPlan, int, int]], moment: Moment = Moment.cleared) -> memory.Bytes:

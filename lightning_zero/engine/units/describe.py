@@ -6,7 +6,6 @@ A description holds sizes and dtypes only. The memory plan reads it, and all ran
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -21,7 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_zero.comm.agreements import gather_objects
+from lightning_zero.comm.agreements import gather_if_unequal
 from lightning_zero.engine.units.bucket import Dtypes
 from lightning_zero.engine.units.packed import is_packed, refuse_unpackable, tensors_beside
 from lightning_zero.engine.units.param import ParamInfo, classes_of, find_owner, strides_of
@@ -288,11 +287,8 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
     ConfigError with the first difference, on all ranks. `group` is None for one rank."""
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [(_describe(u, info), info.saved_strides) for u in units for bucket in u.buckets for info in bucket.params]
-    digest = hashlib.sha256(repr(own).encode()).digest()
-    # Compare all digests, not only this rank's with rank 0's: all ranks must decide alike on the second message.
-    if len(set(gather_objects(group, digest, waits, "whether all ranks have one model"))) == 1:
+    if (table := gather_if_unequal(group, own, waits, "models")) is None:
         return
-    table = gather_objects(group, own, waits, "where the models of ranks differ")
     for rank, other in enumerate(table):
         for (mine, _), (others, _) in zip_longest(table[0], other, fillvalue=("no parameter", ())):
             if mine != others:
@@ -307,11 +303,9 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
 
 def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
     """Raise ConfigError unless `names`, the tensors with first values, are the same on all ranks. Collective."""
-    own = sorted(names)
-    digest = hashlib.sha256(repr(own).encode()).digest()
-    if len(set(gather_objects(group, digest, waits, "whether all ranks have the same first values"))) == 1:
+    table: list[list[str]] | None = gather_if_unequal(group, sorted(names), waits, "names of first values")
+    if table is None:
         return
-    table: list[list[str]] = gather_objects(group, own, waits, "where the first values of ranks differ")
     rank = next(rank for rank, other in enumerate(table) if other != table[0])
     name = min(set(table[0]) ^ set(table[rank]))
     has, lacks = (0, rank) if name in table[0] else (rank, 0)

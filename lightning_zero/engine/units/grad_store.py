@@ -135,7 +135,7 @@ class OnHost(GradStore):
         if not self.is_there:
             return None
         if self._arrival is not None:
-            with recording.stands("transfer", self._extent.label, on_host=True):
+            with recording.waiting("transfer", self._extent.label, on_host=True):
                 _wait(self._streams, self._arrival)
         self._arrival = None
         if self._factor is not None:
@@ -154,19 +154,19 @@ class OnHost(GradStore):
                 _ = self.value  # apply the factor first
             self._arrival, self._seen = self._landing.add(reduced, self.memory), _Seen()
         elif (value := self.value) is not None:
-            with recording.span("d2h", self._extent.label), recording.stands("transfer", self._extent.label):
+            with recording.span("d2h", self._extent.label), recording.waiting("transfer", self._extent.label):
                 value.add_(reduced)  # add before rounding, as on the device
         self.is_there = True
 
     def _bring(self, reduced: Tensor) -> None:
         """Copy the first gradient of a step to host memory. On a device with streams the host does not wait."""
         if not self._streams.are_there:
-            with recording.span("d2h", self._extent.label), recording.stands("transfer", self._extent.label):
+            with recording.span("d2h", self._extent.label), recording.waiting("transfer", self._extent.label):
                 self.memory.copy_(reduced)
             return
         # Cast on the GPU first: a copy to the host that also casts would block the host.
         source = reduced.to(self._dtype)
-        norms, all_finite = self._landing.look(source)
+        norms, all_finite = self._landing.compute_asked(source)
         with self._streams.on("d2h"), recording.span("d2h", self._extent.label):
             self.memory.copy_(source, non_blocking=True)
             self._arrival = self._streams.mark()

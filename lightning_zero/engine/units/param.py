@@ -344,7 +344,7 @@ class ParamInfo:
         if self.split is None or not isinstance(value, Tensor) or tuple(value.shape) != self.split.shape:
             return value
         if not isinstance(value, StoredTensor):
-            return self.split.of(value)
+            return self.split.cut(value)
         split, read = self.split, value.read
         return StoredTensor(split.shape_of(split.part), value.dtype, lambda low, high, _: split.read(read, low, high))
 

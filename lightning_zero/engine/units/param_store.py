@@ -27,12 +27,10 @@ from torch import Tensor
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
 from lightning_zero.device.streams import Streams
-from lightning_zero.engine.units.master_storage import MasterStorage
+from lightning_zero.engine.units.master_storage import MasterStorage, Tiers
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.planning.topology import Group
 from lightning_zero.tiers.extents import Wanted
-from lightning_zero.tiers.nvme import NvmeTier
-from lightning_zero.tiers.pinned import ReadAhead
 
 
 class FlatBuffer:
@@ -95,22 +93,19 @@ class NodeShard:
         self._range = slice(node.index * each, (node.index + 1) * each)
         self.values: Tensor | None = None
 
-    def slice_of(self, full: Tensor) -> Tensor:
-        return full[self._range]
-
     def keep_slice(self, full: Tensor) -> None:
         """Keep this rank's slice of the gathered values `full` [numel], until `values` is set to None."""
         with torch.inference_mode(False):
-            self.values = self.slice_of(full).clone()
+            self.values = full[self._range].clone()
 
-    def put_into(self, full: Tensor) -> None:
+    def copy_to(self, full: Tensor) -> None:
         assert self.values is not None, "nothing was kept"
-        self.slice_of(full).copy_(self.values)
+        full[self._range].copy_(self.values)
 
-    def becomes(self, full: Tensor) -> None:
+    def update(self, full: Tensor) -> None:
         """If this rank keeps a slice, update that slice from the changed values `full` [numel] of the bucket."""
         if self.values is not None:
-            self.values.copy_(self.slice_of(full))
+            self.values.copy_(full[self._range])
 
     def write(self, info: ParamInfo, start: int, value: Tensor) -> None:
         """Write `value`, a whole parameter whose first element in the bucket is `start`, to the kept slice, if any."""
@@ -190,22 +185,14 @@ class DeviceShard(ParamStore):
 
 
 class FileShard(ParamStore):
-    def __init__(
-        self,
-        tier: NvmeTier,
-        storage: MasterStorage,
-        read_ahead: ReadAhead,
-        streams: Streams,
-        label: str,
-        values: Tensor,
-    ) -> None:
-        self._tier, self._storage, self._streams = tier, storage, streams
-        self._read_ahead = read_ahead
-        self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
+    def __init__(self, tiers: Tiers, storage: MasterStorage, streams: Streams, label: str, values: Tensor) -> None:
+        assert tiers.nvme is not None and tiers.read_ahead is not None
+        self._tier, self._read_ahead, self._storage, self._streams = tiers.nvme, tiers.read_ahead, storage, streams
+        self._extent = self._tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
         self._staged: Tensor | None = None
         self._give_back: Callable[[Event], None] | None = None
         self._reading: Future[None] | None = None
-        self._writing = tier.stage_out(self._extent, values)
+        self._writing = self._tier.stage_out(self._extent, values)
         self._writing.result()  # the caller goes on to use the memory of `values`
 
     def stage_ahead(self) -> None:
@@ -216,7 +203,7 @@ class FileShard(ParamStore):
     def read(self, target: Tensor) -> None:
         self.stage_ahead()
         assert self._reading is not None and self._staged is not None
-        with recording.stands("disk", self._extent.label, on_host=True):
+        with recording.waiting("disk", self._extent.label, on_host=True):
             self._reading.result()
         target.copy_(self._staged, non_blocking=True)
         self._drop()

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -46,12 +45,6 @@ class Move:
 
 
 Follow = Callable[[int, Move], None]  # called with a bucket's number and move, to move values that other objects hold
-
-
-class _Seen(NamedTuple):
-    rows: str
-    changes: bool
-    refusal: str | None
 
 
 @outside_autograd
@@ -105,18 +98,18 @@ def _agree(engine: Core, config: ZeroConfig) -> bool:
 
     Raises ConfigError if ranks got different stages, offloads or budgets, or if one is inside a pass or ``gather()``.
     """
-    table: list[_Seen] = engine.comm.all_gather_objects(
-        _Seen(_say_rows(config), config != engine.config, _in_the_way(engine)), "restaging the module"
-    )
-    for rank, seen in enumerate(table):
-        if seen.refusal is not None:
-            raise ConfigError(f"restage: {seen.refusal} (So says rank {rank}.)")
-        if seen.rows != table[0].rows:
+    own = _say_settings(config), config != engine.config, _in_the_way(engine)
+    table: list[tuple[str, bool, str | None]] = engine.comm.all_gather_objects(own, "restaging the module")
+    first = table[0][0]
+    for rank, (settings, _, refusal) in enumerate(table):
+        if refusal is not None:
+            raise ConfigError(f"restage: {refusal} (So says rank {rank}.)")
+        if settings != first:
             raise ConfigError(
-                f"restage: expected the same stage and offload on all ranks, got {table[0].rows} on rank 0 and "
-                f"{seen.rows} on rank {rank}. Pass the same arguments on all ranks."
+                f"restage: expected the same stage and offload on all ranks, got {first} on rank 0 and {settings} on "
+                f"rank {rank}. Pass the same arguments on all ranks."
             )
-    return any(seen.changes for seen in table)
+    return any(changes for _, changes, _ in table)
 
 
 def _agree_on_grads(engine: Core) -> None:
@@ -131,7 +124,7 @@ def _agree_on_grads(engine: Core) -> None:
             )
 
 
-def _say_rows(config: ZeroConfig) -> str:
+def _say_settings(config: ZeroConfig) -> str:
     """Return the settings that a restage needs equal on all ranks. Folders and threads can differ between nodes."""
     offload = config.offload
     budgets = [offload.device_budget, offload.host_budget, offload.nvme_budget]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from lightning_zero.comm.agreements import gather_if_unequal
 from lightning_zero.engine.build import Core
 from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.passes.writes import checksum
@@ -287,7 +287,7 @@ class _CopyIntoShards(TorchFunctionMode):
         self.engine = engine
         self._versions = self._users_versions()
         self.failed: OSError | None = None  # the error of reading a value
-        self.did: Callable[[nn.Parameter], object] = lambda param: None
+        self.on_copy: Callable[[nn.Parameter], object] = lambda param: None
 
     def _users_versions(self) -> dict[str, int]:
         # See [Note: version counters].
@@ -319,7 +319,7 @@ class _CopyIntoShards(TorchFunctionMode):
             except OSError as error:
                 self.failed = error
                 raise
-            self.did(args[0])
+            self.on_copy(args[0])
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -343,7 +343,7 @@ def load_module(engine: Core, state: Saved, *, strict: bool = True) -> _Incompat
         return own.total()
 
     with loading_into_shards(engine) as copies, engine.comm.long_work.bytes("loading weights", total) as did:
-        copies.did = lambda param: did(own.pop(id(param), 0))  # counts tied parameters once
+        copies.on_copy = lambda param: did(own.pop(id(param), 0))  # counts tied parameters once
 
         def load() -> _IncompatibleKeys:
             try:
@@ -373,10 +373,10 @@ def _refuse_other_values(engine: Core, state: Saved) -> None:
         if isinstance(value, Tensor) and not isinstance(value, StoredTensor | KeptTensor) and not value.is_meta
         if key in infos and value is not infos[key].param
     }
-    one = zlib.crc32(repr(sorted(own.items())).encode())
-    if len(set(engine.comm.gather_checked(one, "whether all ranks load the same values"))) > 1:
-        table = engine.comm.gather_checked(own, "which values ranks load")
-        unequal = sorted({key for found in table for key in found if len({other.get(key) for other in table}) > 1})
+    found = gather_if_unequal(engine._group, sorted(own.items()), engine.comm.waits, "values that are loaded")
+    if found is not None:
+        table = [dict(items) for items in found]
+        unequal = sorted({key for values in table for key in values if len({other.get(key) for other in table}) > 1})
         raise RuntimeError(
             f"loading {', '.join(unequal)}: expected the same values on all ranks, got different ones. Draw values "
             "that are not in the checkpoint (on_load_checkpoint) from a generator with the same seed on all ranks, or "
