@@ -18,10 +18,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _saves(mode: object) -> bool:
-    return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
-
-
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
     """Decorate ``method`` to run with grad and inference mode off. Inside, operations on parameters gather nothing."""
 
@@ -32,7 +28,10 @@ def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
             with temporarily_clear_interpreter_stack():
                 return wrapped(*args, **kwargs)
         # Selective checkpointing must save, and look for, the operations of the model alone.
-        if torch._C._len_torch_dispatch_stack() > 0 and any(map(_saves, _get_current_dispatch_mode_stack())):
+        if torch._C._len_torch_dispatch_stack() > 0 and any(
+            isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+            for mode in _get_current_dispatch_mode_stack()
+        ):
             with _disable_current_modes():
                 return wrapped(*args, **kwargs)
         # Tensors made in inference mode could not be trained. The second switch stops absent parameters from calling

@@ -141,8 +141,9 @@ def shard_in_file(
     tier, host = NvmeTier(folder, rank=0, syscalls=Syscalls(pwritev=write)), HostTier()
     read_ahead, streams = ReadAhead(HOST, 8000), Streams(HOST)
     try:
-        storage = make_storage(rests, Tiers(host, tier), "unit", torch.zeros(2000), torch.float32)
-        shards.append(FileShard(tier, storage, read_ahead, streams, "unit", torch.zeros(2000)))
+        tiers = Tiers(host, tier, read_ahead=read_ahead)
+        storage = make_storage(rests, tiers, "unit", torch.zeros(2000), torch.float32)
+        shards.append(FileShard(tiers, storage, streams, "unit", torch.zeros(2000)))
         yield shards[0], storage
         assert len(read_ahead._free) == READ_AHEAD
         shards[0].free()

@@ -85,7 +85,8 @@ class _Memory:
         """Give the parameter, which shows its memory, the values of ``value``. Views that users hold stay as they are;
         one that is assigned is the parameter's memory again."""
         are_held = references(self.full) > 1 + len(self.bucket.params) - len(self.own)
-        if _is_same_memory(first := self.bucket.part_of(self.full, info), value):
+        first = self.bucket.part_of(self.full, info)
+        if (first.data_ptr(), first.shape, first.stride()) == (value.data_ptr(), value.shape, value.stride()):
             self.own.pop(info.slot, None)
         elif are_held:
             self.own[info.slot] = torch.empty_strided(info.shape, info.strides, dtype=first.dtype, device=first.device)
@@ -388,10 +389,6 @@ class Between:
                 if memory.handed_out[info.slot] != before:
                     found.add(info.slot)
         return sorted(found)
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and (one.shape, one.stride()) == (other.shape, other.stride())
 
 
 def _needs_masters(bucket: Bucket) -> bool:

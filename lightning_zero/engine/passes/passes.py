@@ -569,7 +569,7 @@ class Passes:
         self.writes.take_all_over()
         # What ranks must agree on rides on the message of ``reducer.end``.
         settings = digest_of([stepper.settings() for stepper in self.steppers])
-        told = [self.writes.unconfirmed, self.buffers.are_there, *settings]
+        told = [bool(self.writes.unconfirmed), self.buffers.are_there, *settings]
         written, buffers, *settings = (() if self.look is not None else self.reducer.end(told)) or (0, 0)
         self.buffers.are_there |= bool(buffers)
         self.sharded_grads.place_used()

@@ -222,7 +222,11 @@ def _run(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     outputs = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     written = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, ShardedGrad)]
     if written and func is _UNSCALE:
-        raise _scaler_refusal()
+        raise RuntimeError(
+            "torch.amp.GradScaler: expected whole gradients to unscale, got gradients that are sharded over the ranks. "
+            "Train in bf16 (zero.precision='bf16'), which needs no loss scale; or use the Trainer or Fabric with "
+            "precision='16-mixed', which scale the loss themselves."
+        )
     values: dict[ShardedGrad, Tensor] = {}
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, ShardedGrad) and leaf not in values:
@@ -248,14 +252,6 @@ def unreduced(fqn: str) -> RuntimeError:
         f"the gradient of {fqn} cannot be changed or clipped after a backward inside no_sync(), except by numbers "
         "that multiply it and by zeros: it is not the average over all ranks and micro-batches yet. Change gradients "
         "after the last backward before the step, outside of no_sync() (on_before_optimizer_step; sync_grad=True)."
-    )
-
-
-def _scaler_refusal() -> RuntimeError:
-    return RuntimeError(
-        "torch.amp.GradScaler: expected whole gradients to unscale, got gradients that are sharded over the ranks. "
-        "Train in bf16 (zero.precision='bf16'), which needs no loss scale; or use the Trainer or Fabric with "
-        "precision='16-mixed', which scale the loss themselves."
     )
 
 

@@ -367,7 +367,8 @@ class ShardedGrads:
         self._in_a_row[key] = overflowed * (self._in_a_row.get(key, 0) + 1)
         (self._known_finite.discard if overflowed else self._known_finite.add)(key)
         if overflowed and self._in_a_row[key] == self._most_overflows:
-            names = [place.info.fqn for place in places if self._is_nonfinite(place)]
+            parts = [(place.info.fqn, place.bucket.grad_fragment(place.info.slot)) for place in places]
+            names = [fqn for fqn, part in parts if part is not None and not bool(torch.isfinite(part.values).all())]
             table = self._reducer.comm.gather_checked(names[:3], "the names of gradients that are not finite")
             first = sorted({name for names in table for name in names}, key=[p.info.fqn for p in places].index)[:3]
             raise RuntimeError(
@@ -375,7 +376,3 @@ class ShardedGrads:
                 f"{', '.join(first)}. No parameter has changed in these steps. Look at their batches and losses, lower "
                 "optimizer.lr, or raise zero.optimizer.skip_nonfinite."
             )
-
-    def _is_nonfinite(self, place: Place) -> bool:
-        fragment = place.bucket.grad_fragment(place.info.slot)
-        return fragment is not None and not bool(torch.isfinite(fragment.values).all())

@@ -62,6 +62,14 @@ def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = Non
     return total
 
 
+def unequal_error(names: Iterable[str], where: str, also: str = "") -> RuntimeError:
+    return RuntimeError(
+        f"{', '.join(names)}: written to {where}, with other values on some ranks than on others, so that no rank's "
+        "are right for all. Write the same on all ranks, or write inside `with lightning_zero.gather(module, "
+        f"from_rank=0):`, where one rank's values count.{also}"
+    )
+
+
 def refuse_unequal(comm: Communicator, written: Sequence[tuple[Place, Tensor]], where: str) -> None:
     """Raise RuntimeError on all ranks if values that some rank has written are not the same on all. Collective.
     ``written``: parameters and their values here; ``where``: inside of what, for the error."""
@@ -77,11 +85,7 @@ def refuse_unequal(comm: Communicator, written: Sequence[tuple[Place, Tensor]], 
         )
     )
     if unequal:
-        raise RuntimeError(
-            f"{', '.join(unequal)}: written to {where}, with other values on some ranks than on others, so "
-            "that no rank's are right for all. Write the same on all ranks, or write inside `with "
-            "lightning_zero.gather(module, from_rank=0):`, where one rank's values count."
-        )
+        raise unequal_error(unequal, where)
 
 
 class Writes:
@@ -103,7 +107,7 @@ class Writes:
         self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
         self._read: dict[_Key, list[ReferenceType[Tensor]]] = {}  # results of ``.data``, which users may still hold
         # Of each parameter that this rank has written: checksums of its own part before, and of the whole one after.
-        self._unconfirmed: dict[_Key, tuple[int, int]] = {}
+        self.unconfirmed: dict[_Key, tuple[int, int]] = {}
         self.write_backs: list[Callable[[], None]] = []  # what each open gather() does at its end
         self.assigned: dict[str, str] = {}  # who got other ``.data`` in the open pass, and in which line of code
         self._warned = False  # of a write that was rounded
@@ -256,10 +260,10 @@ class Writes:
         if self._comm.world_size == 1:
             return
         key = self._number[bucket], info.slot
-        before, after = self._unconfirmed.get(key) or (self.own_checksum(bucket, info.slot, own), 0)
+        before, after = self.unconfirmed.get(key) or (self.own_checksum(bucket, info.slot, own), 0)
         if bucket.comm.shard.size > 1 and bucket.plan.shards_master:  # else ranks may have values of their own
             after = checksum(info.flattened(whole))
-        self._unconfirmed[key] = before, after
+        self.unconfirmed[key] = before, after
 
     @staticmethod
     def own_checksum(bucket: Bucket, slot: int, own: Tensor) -> int:
@@ -268,18 +272,28 @@ class Writes:
         )
         return sum(parts) & 0xFFFFFFFFFFFFFFFF
 
-    @property
-    def unconfirmed(self) -> bool:
-        return bool(self._unconfirmed)
-
     def confirm(self) -> None:
         """Take over this rank's copies of what any rank has written. Raise RuntimeError on all ranks if written values
         differ. Collective."""
-        written = self._comm.all_gather_objects(list(self._unconfirmed), "what was written to parameters")
+        written = self._comm.all_gather_objects(list(self.unconfirmed), "what was written to parameters")
         keys = sorted({key for found in written for key in found})
-        self._take_missed([key for key in keys if key not in self._unconfirmed])
-        table = self._comm.all_gather_objects([self._now(key) for key in keys], "values of what was written")
-        self._unconfirmed.clear()  # before the error, or the next pass would raise the error again
+        # A message of the user's own (``dist.broadcast(weight, 0)``) changes no version: take over what it has written
+        # to this rank's copies, where they are still there.
+        for number, slot in [key for key in keys if key not in self.unconfirmed]:
+            bucket = self._buckets[number]
+            if bucket.shown is Shown.GATHERED:
+                bucket.awaited_step.wait()
+                self._take(bucket, [bucket.params[slot]])
+
+        def checksums(number: int, slot: int) -> tuple[int, int | None]:
+            """Return checksums of this rank's part before a write, and of the whole parameter as this rank has it;
+            None: as it was before, which the parts of all ranks tell."""
+            bucket = self._buckets[number]
+            known = self.unconfirmed.get((number, slot))
+            return known or (self.own_checksum(bucket, slot, bucket.own_compute_params()), None)
+
+        table = self._comm.all_gather_objects([checksums(*key) for key in keys], "values of what was written")
+        self.unconfirmed.clear()  # before the error, or the next pass would raise the error again
         unequal = []
         for number, (at, slot) in enumerate(keys):
             topology = self._buckets[at].comm.ranks.topology
@@ -290,32 +304,12 @@ class Writes:
                 if len({original if whole is None else whole for whole in found}) > 1:
                     unequal.append(self._buckets[at].params[slot].fqn)
         if unequal:
-            raise RuntimeError(
-                f"{', '.join(unequal)}: written to in a step, with other values on some ranks than on others, so that "
-                "no rank's are right for all. Write the same on all ranks, or write inside `with lightning_zero.gather("
-                "module, from_rank=0):`, where one rank's values count. (An Embedding with max_norm writes to the rows "
-                "of its rank's batch: drop max_norm.)"
-            )
-
-    def _take_missed(self, keys: Iterable[_Key]) -> None:
-        """Take over this rank's copies of parameters that other ranks have written, where it still has them: a message
-        of the user's own (``dist.broadcast(weight, 0)``) changes no version."""
-        for number, slot in keys:
-            bucket = self._buckets[number]
-            if bucket.shown is Shown.GATHERED:
-                bucket.awaited_step.wait()
-                self._take(bucket, [bucket.params[slot]])
-
-    def _now(self, key: _Key) -> tuple[int, int | None]:
-        """Return checksums of this rank's part before a write, and of the whole parameter as this rank has it; None: as
-        it was, which the parts of all ranks tell."""
-        bucket = self._buckets[key[0]]
-        known = self._unconfirmed.get(key)
-        return known or (self.own_checksum(bucket, key[1], bucket.own_compute_params()), None)
+            also = " (An Embedding with max_norm writes to the rows of its rank's batch: drop max_norm.)"
+            raise unequal_error(unequal, "in a step", also)
 
     def confirm_if_any(self) -> None:
         """Call :meth:`confirm` if any rank has unconfirmed writes. Call between passes. Collective."""
-        flag = torch.tensor([self.unconfirmed], dtype=torch.uint8)
+        flag = torch.tensor([bool(self.unconfirmed)], dtype=torch.uint8)
         if int(self._comm.max_(flag).item()):
             self.confirm()
 
