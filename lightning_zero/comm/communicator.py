@@ -160,7 +160,7 @@ class Communicator:
 
     def all_gather(self, full: Tensor, label: str, *, of_node: bool = False) -> Pending:
         """Fill ``full`` [shard.size * n] with every rank's slice, in place; this rank's is filled already. Collective.
-        With ``of_node``, gather the slices of this node's ranks instead, [node.size * n]. All nodes must do so."""
+        With ``of_node``, gather the slices of this node's ranks instead, [node.size * n], which all nodes must do."""
         self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
 

@@ -144,7 +144,7 @@ class WholeOptimizer(Stepper):
         if any(place.bucket.plan.shards_master for group in self.places() for place in group):
             self._check_probed()
 
-    def check_row(self, row: StageRow) -> None:
+    def check_stage(self, row: StageRow) -> None:
         if row.master is Placement.sharded:
             self._check_probed()
 

@@ -408,7 +408,7 @@ def test_modules_that_cannot_be_split_are_refused_on_all_ranks() -> None:
     module = net()
     with sharded(module, tensor_parallel=2, tensor_plan=PLAN) as (engine, _):
         module.head.compile(backend="eager")
-        with pytest.raises(ConfigError, match="got a compiled Model with such"):
+        with pytest.raises(ConfigError, match="got a compiled Model that holds split layers"):
             module.compile(backend="eager")
         matrices = [p for p in module.parameters() if p.dim() == 2]
         with pytest.raises(ConfigError, match="zero.tensor_parallel=2: expected 1 with Muon, which steps whole"):

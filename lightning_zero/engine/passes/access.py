@@ -53,13 +53,14 @@ class Access:
         brought = self._bring(params, operation, saves=torch.is_grad_enabled() and operation != "detach")
         # Outside of ``outside_autograd``: the caller's grad mode says whether autograd will save weights.
         saved, saves = self._passes.saved, bool(brought) and torch.is_grad_enabled()
-        packs = saves and hooks_allowed() and saved.alone
-        with saved.hooked() if packs else contextlib.nullcontext():
+        hooked = saves and hooks_allowed() and saved.alone
+        with saved.hooked() if hooked else contextlib.nullcontext():
             result = run()
         # Our hooks miss some uses of a buffer: weights that autograd saved without them, and results that are views.
         tensors = [t for t in find_tensors(result) if not any(t is p for p in params)]
         for unit in brought:
-            self._passes.borrowed(unit, keep=(saves and not packs) or any(saved.owner_of(t) is unit for t in tensors))
+            keep = (saves and not hooked) or any(saved.owner_of(t) is unit for t in tensors)
+            self._passes.borrowed(unit, keep=keep)
         return result
 
     def strides(self, param: nn.Parameter) -> tuple[int, ...]:

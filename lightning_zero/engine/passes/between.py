@@ -135,8 +135,8 @@ class Between:
         return self.in_run and threading.get_ident() == self._thread
 
     def takes_calls(self, device: torch.device) -> bool:
-        """Return whether a call of a module outside of steps must see masters: one outside of autocast has inputs of
-        their dtype, which a pass does not compute in."""
+        """Return whether a call of a module outside of steps must see masters. A call outside of autocast gets inputs
+        in the dtype of the masters, in which a pass does not compute."""
         return self.rounds and not torch.is_autocast_enabled(device.type)
 
     def plans_changed(self) -> None:
@@ -144,12 +144,12 @@ class Between:
         self.rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
 
     def pass_begins(self) -> None:
-        """Show users' code compute parameters, of those that stay gathered."""
+        """Show users' code the compute parameters of buckets that stay gathered."""
         for bucket in self.rounded:
             bucket.hide_rounded(False)
 
     def pass_ends(self) -> None:
-        """Have users' code ask for parameters, of which it must see masters from now on."""
+        """Make each use of a parameter call the engine: users' code must see masters from now on."""
         for bucket in self.rounded:
             bucket.hide_rounded(True)
 
@@ -336,8 +336,8 @@ class Between:
     def _hide(self, units: Sequence[Unit], what: str) -> None:
         hidden = [bucket for unit in units for bucket in unit.buckets if bucket.shown is Shown.MASTERS]
         self.shown = [unit for unit in self.shown if unit not in units]
-        # Of units that were hidden before, too, users may hold views, and may have written to them: looked at in the
-        # end, or when the views are gone.
+        # Users may hold views of units that were hidden before, too, and may have written to these views. Look at them
+        # when all units are hidden, or when the views are gone.
         gone = [b for b in self.memory if b.shown is not Shown.MASTERS and not self.memory[b].is_held]
         looked_at = [b for b in self.memory if b in hidden or b in gone or not self.shown]
         self._take_over(looked_at, hidden, what)

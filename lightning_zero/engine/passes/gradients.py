@@ -265,9 +265,9 @@ class Reducer:
         self._max_in_flight_nbytes = max_in_flight_nbytes
 
     def pass_begins(self, *, one_path: bool) -> None:
-        """Count reductions anew. ``one_path``: whether all ranks used the same units when this pass's plan was made."""
-        self.issued = self.issued_everywhere = 0  # by this rank; by each rank at least
-        self.one_path = one_path  # also: and still seem to
+        """Start to count the reductions of a pass. ``one_path``: all ranks use the same units, as far as is known."""
+        self.issued = self.issued_everywhere = 0  # by this rank; at least so many by each rank
+        self.one_path = one_path
 
     def plans_changed(self) -> None:
         """Forget the learned orders of reductions, after buckets got new placements. Existing gradients stay."""

@@ -50,7 +50,7 @@ class _Running(NamedTuple):
     """Records a call of a unit's module that has not returned yet."""
 
     unit: Unit
-    packing: contextlib.AbstractContextManager[None] | None
+    saving: contextlib.AbstractContextManager[None] | None  # context in which autograd calls our saved-tensor hooks
     handled: BaseException | None  # the exception that the caller handled when it made the call
     saved: tuple[int, int]  # numbers of tensors, and of the unit's weights, that had been saved before the call
 
@@ -112,7 +112,7 @@ class Hooks:
 
         # outside_graphs: traced into a graph, our hooks would run once and never again.
         self._handles.append(target.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
-        # always_call: packing must end after a forward that raised, too.
+        # always_call: after a forward that raised, too, our saved-tensor hooks must be popped.
         self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
     def watch_calls(self, module: nn.Module) -> None:
@@ -231,16 +231,15 @@ class Hooks:
                 refuse("pickling (torch.save(module), sending it to a process)")
                 return copy.deepcopy(self).__reduce_ex__(protocol)
 
-        def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-            with hooks.passes.copying(self, "state_dict()"):
-                return type(self).state_dict(self, *args, **kwargs)
+        def with_masters(name: str) -> Callable[..., object]:
+            def method(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+                with hooks.passes.copying(self, f"{name}()"):
+                    return getattr(type(self), name)(self, *args, **kwargs)
 
-        def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-            with hooks.passes.copying(self, "load_state_dict()"):
-                return type(self).load_state_dict(self, *args, **kwargs)
+            return method
 
         hooks = self
-        methods: tuple[Callable[..., object], ...] = (apply, deepcopy, reduce, state_dict, load_state_dict)
+        methods: list[Callable[..., object]] = [apply, deepcopy, reduce, *map(with_masters, _PATCHES[3:])]
         for name, method in zip(_PATCHES, methods, strict=True):
             if name not in module.__dict__:  # else the user's own, which calls that of the class
                 module.__dict__[name] = types.MethodType(method, module)
@@ -295,11 +294,11 @@ class Hooks:
             self._raised()
             raise
         may_be_dropped = unit.index > 0 and unit.reshards and torch.is_grad_enabled()
-        packing = passes.saved.hooked() if may_be_dropped and hooks_allowed() else None
+        saving = passes.saved.hooked() if may_be_dropped and hooks_allowed() else None
         # torch keeps saved-tensor hooks on a stack, so :meth:`_post_forward` pops only the last entry of this list.
-        self._running.append(_Running(unit, packing, sys.exc_info()[1], (passes.saved.count, unit.saved)))
-        if packing is not None:
-            packing.__enter__()
+        self._running.append(_Running(unit, saving, sys.exc_info()[1], (passes.saved.count, unit.saved)))
+        if saving is not None:
+            saving.__enter__()
         elif may_be_dropped:
             # Autograd saves bare views of the buffer here, and reads them unnoticed. So the unit has to stay gathered.
             unit.is_held = True
@@ -343,7 +342,7 @@ class Hooks:
         # If a pre-hook has raised, ours or the user's, no call was recorded.
         if not self._running or self._running[-1].unit is not unit:
             return
-        _, packing, handled, (count, saved) = self._running[-1]
+        _, saving, handled, (count, saved) = self._running[-1]
         self._end_call()
         passes, outermost, error = self.passes, not self._running, sys.exc_info()[1]
         # A module may return None, or be called while another exception is handled.
@@ -355,14 +354,16 @@ class Hooks:
             passes_ref = self._passes
             for tensor in outputs:
                 tensor.register_hook(lambda _: _backward_begins(passes_ref))
-        elif unit.reshards and (unit.has_packed or packing is not None):
-            # bitsandbytes keeps bare views of the buffer for its backward, which no hooks of saved tensors pack. Hooks
-            # of the user's own and attributes of ctx may keep weights, too, inside of the forward.
+        elif unit.reshards and (unit.has_packed or saving is not None):
+            # Bare views of the buffer may have been kept for the backward, of which our saved-tensor hooks know
+            # nothing: by bitsandbytes, by saved-tensor hooks of the user's inside of the forward, or in attributes of
+            # ctx.
             if unit.has_packed or unit.saved == saved:
                 unit.is_held |= not outputs and self._hides_outputs(unit, args, kwargs)
-            # Of a single layer only hooks around all of it. Else it needs none: an Embedding packs its indices alone.
+            # A unit that is a single layer needs no hooks if autograd has saved tensors and none of its weights: the
+            # backward of an Embedding reads the saved indices alone.
             if not unit.is_leaf or unit.has_packed or unit.saved > saved or passes.saved.count == count:
-                given = {*map(id, args), *map(id, kwargs.values())}  # which it may pass on
+                given = {*map(id, args), *map(id, kwargs.values())}  # inputs, which the forward may return
                 needed = partial(_weights_needed, self._passes, unit.index)
                 for tensor in outputs:
                     if id(tensor) not in given:
@@ -372,9 +373,9 @@ class Hooks:
         )
 
     def _end_call(self) -> None:
-        packing = self._running.pop().packing
-        if packing is not None:
-            packing.__exit__(None, None, None)
+        saving = self._running.pop().saving
+        if saving is not None:
+            saving.__exit__(None, None, None)
 
     def forget_calls(self) -> None:
         """End the records of calls that never returned, because of an exception that hooks do not see."""

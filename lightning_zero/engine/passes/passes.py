@@ -73,7 +73,8 @@ class Passes:
         self._noticed: Callable[[], object | None] = lambda: None  # gives None when the noticed backward is over
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False  # an exception has ended a pass, and no pass has begun since
-        self._stepped = False  # in a step that computes in fewer bits: since an optimizer's step no module was called
+        # In a step that computes in fewer bits than masters have: no module was called since an optimizer's step.
+        self._stepped = False
         # All ranks agree before a module call outside of a scope, else a lone rank's gathers would meet others' steps.
         self.calls_meet = False
         self.look: Look | None = None  # gets each gradient inside :meth:`looking`
@@ -128,7 +129,7 @@ class Passes:
         in a step (of manual optimization) between an optimizer's step and the next call. ``saves``: autograd will save
         the values, for a backward, which takes a pass. Collective."""
         if self._stepped and saves:
-            self._computes()
+            self._set_stepped(False)
         elif self._stepped:
             self.end()
         if self.key is None and self._scope is not None and not self._stepped:
@@ -148,15 +149,16 @@ class Passes:
         between_steps = self.key is None and self.between.in_run and not (self.fence.is_lowered or self.fence.is_plain)
         return between_steps and self.between.check_room(module.parameters(), what, or_on_host=or_on_host)
 
-    def _computes(self, computes: bool = True) -> None:
-        """Show users' code compute parameters, or have it ask for what it uses."""
-        self._stepped = not computes
+    def _set_stepped(self, stepped: bool) -> None:
+        """Show users' code compute parameters, or after an optimizer's step (``stepped``) placeholders, so that a use
+        of a parameter calls the engine, which shows masters."""
+        self._stepped = stepped
         for bucket in self.units[0].resharded:
-            bucket.show(gathered=computes)
-        if computes:
-            self.between.pass_begins()
-        else:
+            bucket.show(gathered=not stepped)
+        if stepped:
             self.between.pass_ends()
+        else:
+            self.between.pass_begins()
 
     def recover(self, what: str = "going on after an exception") -> None:
         """Resynchronize the ranks if an exception has ended a pass. ``what``: what follows, for errors. Collective."""
@@ -312,7 +314,7 @@ class Passes:
         if self._scope is None:
             self._ordinal = 0
         elif self._open.unused and self.between.rounds:
-            self._computes(False)
+            self._set_stepped(True)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -329,7 +331,7 @@ class Passes:
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
         elif self._stepped:
-            self._computes()
+            self._set_stepped(False)
         if unit.index:  # :meth:`begin` and :meth:`masters_changed` wait for the root
             self.demand(unit, "forward")
         if recording.recorder is not None:
@@ -452,8 +454,8 @@ class Passes:
                 self.look = None
 
     def _in_pass(self) -> bool:
-        """Return whether a pass is open, and shows no masters. Between steps of a run, end one that waits for a
-        backward: if that comes, it opens another pass. Collective."""
+        """Return whether a pass is open, and shows no masters. Between steps of a run, end a pass that waits for a
+        backward: if the backward comes, it opens another pass. Collective."""
         self.forget_failed()
         waits = self.phase is Phase.FORWARD and self._scope is None and not self.hooks.running
         # Views of gathered values (which autograd has saved, maybe) must keep their memory.

@@ -43,8 +43,8 @@ def checksum(values: Tensor, first: int = 0) -> int:
 
 def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = None) -> Tensor:
     """Return a checksum [0-d, int64] of ``values`` and their positions. The checksums of a tensor's parts add up to the
-    checksum of the whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor, or in this
-    rank's part of it, of which ``split`` knows the positions in the whole."""
+    checksum of the whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor or, with
+    ``split``, in this rank's part of the tensor."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -65,8 +65,8 @@ def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = Non
 def unequal_error(names: Iterable[str], where: str, also: str = "") -> RuntimeError:
     return RuntimeError(
         f"{', '.join(names)}: written to {where}, with other values on some ranks than on others, so that no rank's "
-        "are right for all. Write the same on all ranks, or write inside `with lightning_zero.gather(module, "
-        f"from_rank=0):`, where one rank's values count.{also}"
+        "values are right for all. Write the same values on all ranks, or write inside `with "
+        f"lightning_zero.gather(module, from_rank=0):`, where one rank's values count.{also}"
     )
 
 
@@ -154,7 +154,7 @@ class Writes:
         for info in written:
             self.note_rounded(bucket, info)
         if written:
-            self._take(bucket, written)
+            self._copy_to_masters(bucket, written)
         if drops and self._read:
             for info in bucket.params:
                 for values in self._still_held(bucket, info):
@@ -196,7 +196,7 @@ class Writes:
         for bucket in self._buckets:
             self.take_over(bucket)
 
-    def _take(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
+    def _copy_to_masters(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
         # Read before the masters change, because compute parameters may be computed from them.
         before = bucket.own_compute_params()
         with opened(bucket.storage, changed=True):
@@ -240,7 +240,7 @@ class Writes:
         shown = info.gathered if bucket.shown is Shown.GATHERED else None
         same = shown is not None and torch.allclose(shown, compute, rtol=rounding, atol=0.0)
         for values in self._still_held(bucket, info) if shown is not None else ():
-            give_own_memory(values)  # under torch it would stay as it is
+            give_own_memory(values)  # under torch an assignment to .data leaves earlier results of .data as they are
         with opened(bucket.storage, changed=True):
             bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
             bucket.copy_master_to_params()
@@ -283,7 +283,7 @@ class Writes:
             bucket = self._buckets[number]
             if bucket.shown is Shown.GATHERED:
                 bucket.awaited_step.wait()
-                self._take(bucket, [bucket.params[slot]])
+                self._copy_to_masters(bucket, [bucket.params[slot]])
 
         def checksums(number: int, slot: int) -> tuple[int, int | None]:
             """Return checksums of this rank's part before a write, and of the whole parameter as this rank has it;

@@ -141,10 +141,11 @@ class Stepper(ABC):
         return {key: state for key, state in states.items() if state}
 
     def _own_state(self, *, anew: bool = False) -> None:
-        """Notice from now on if the user clears or replaces the optimizer's state. With `anew`, start anew if so."""
+        """Notice from now on if the user clears or replaces the optimizer's state. With `anew`, start without state if
+        the user has done so since the last call."""
         state = self.optimizer.state
         owned = isinstance(state, StateBySlice) and not state.cleared
-        # Not of classes of users' own, which may share the object with an optimizer inside.
+        # Not for optimizers of users' own classes, which may share the state object with an optimizer inside.
         if not owned and step_of(self.optimizer).__module__.startswith("torch.optim."):
             self.optimizer.state = own = StateBySlice(dict, state)
             own.around = ref(self._around)
@@ -186,7 +187,7 @@ class Stepper(ABC):
 
     # -- restage --------------------------------------------------------------------------------------------------
 
-    def check_row(self, row: StageRow) -> None:
+    def check_stage(self, row: StageRow) -> None:
         """Raise ConfigError if the optimizer cannot be stepped at the stage whose placements are `row`."""
         return
 

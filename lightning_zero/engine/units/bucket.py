@@ -138,7 +138,7 @@ class Bucket:
         plan, dtypes, comm = self.plan, self.dtypes, self.comm
         self.awaited_step = AwaitedStep()
         self.shown = Shown.GATHERED
-        self._gathered = True  # what `show` was told last, and what `hide_whole` goes back to
+        self._gathered = True  # the last argument of `show`, to which `hide_whole` returns
         self.hides_rounded = False  # between steps: a use of the gathered values, which are rounded, needs masters
         self._copied: Event = None  # event after the last copy that an offloaded step made to the device
         self.layout = plan.layout
@@ -437,7 +437,7 @@ class Bucket:
 
     def leave_memory(self) -> None:
         """Give the full buffer new memory, because an abandoned gather may still write to the old memory."""
-        # To wait instead could hang: a gather that only some ranks have issued never ends (`Communicator.resume`).
+        # A wait for the gather could hang: a gather that only some ranks have issued never ends (`resume`).
         assert self.plan.reshards and not self._gathered
         with torch.inference_mode(False):
             self.full.data = torch.empty_like(self.full.data)
@@ -460,8 +460,8 @@ class Bucket:
         return full
 
     def show(self, gathered: bool) -> None:
-        """Point the parameters at gathered values or placeholders; where they show whole masters, from then on when
-        these are hidden, because what users have written is in the shown tensors only."""
+        """Point the parameters at gathered values or placeholders. While they show whole masters, which alone have what
+        users have written, do this at the end, in :meth:`hide_whole`."""
         self._gathered = gathered
         if self.shown is Shown.MASTERS or self.shown is Shown.PLAIN:
             return
@@ -481,7 +481,7 @@ class Bucket:
         set_values(self.params, values, "plain" if shown is Shown.PLAIN else "present")
 
     def hide_whole(self) -> None:
-        self.shown = Shown.GATHERED  # values are here, as before
+        self.shown = Shown.GATHERED  # values are present, so `show` raises versions if placeholders follow
         self.show(self._gathered)
 
     def _enter(self, shown: Shown) -> None:

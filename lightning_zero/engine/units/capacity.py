@@ -59,8 +59,8 @@ def make_tiers(
     before: Tiers = _NONE,
     held_by: Sequence[Held] | None = None,
 ) -> tuple[Tiers, list[BucketPlan]]:
-    """Choose the tiers on which each unit's values rest, and make these. Return them and a plan for each bucket.
-    Collective.
+    """Choose the tiers on which each unit's values rest, and make the tiers. Return the tiers and a plan for each
+    bucket. Collective.
 
     Args:
         instances: file tier numbers in use.

@@ -53,7 +53,7 @@ def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instance
     if not _agree(engine, config):
         return
     for sharded in engine.optimizers:
-        sharded.check_row(STAGES[config.stage.name])
+        sharded.check_stage(STAGES[config.stage.name])
     passes, comm = engine.passes, engine.comm
     passes.leave()
     take_writes_over(engine)
