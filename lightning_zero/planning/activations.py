@@ -72,19 +72,13 @@ class ByBatchSize:
         if not self.scales:
             raise ValueError(f"activations are known for {few} samples only, not for {size}")
 
-        def at(low: float, high: float) -> int:
+        def between(low: float, high: float) -> int:
             return max(0, -int(-(low + (high - low) * (size - few) / (many - few)) // 1))  # rounded up
 
-        stretches = tuple(
-            replace(a, nbytes=at(a.nbytes, b.nbytes)) for a, b in zip(small.stretches, large.stretches, strict=True)
-        )
-        return Activations(
-            stretches,
-            at(small.saved, large.saved),
-            at(small.batch, large.batch),
-            at(small.flops, large.flops),
-            at(small.exchanged, large.exchanged),
-        )
+        pairs = zip(small.stretches, large.stretches, strict=True)
+        stretches = tuple(replace(a, nbytes=between(a.nbytes, b.nbytes)) for a, b in pairs)
+        names = ("saved", "batch", "flops", "exchanged")
+        return Activations(stretches, *(between(getattr(small, name), getattr(large, name)) for name in names))
 
 
 def peaks_with(

@@ -126,9 +126,7 @@ class GatherOrder:
         with self.comm.set_place(what):
             cursor = None if self._agreeing else self._cursor
             if self._agreeing:
-                while set(wants := self._exchange(MEETS)) != {MEETS}:
-                    self._serve(wants)
-                    self._drop_idle()
+                self._serve_until(MEETS)
                 self._history.append(MEETS)
             elif cursor is not None:
                 self._issue_ahead(cursor.up_to(MEETS) or ())
@@ -144,9 +142,7 @@ class GatherOrder:
     def end(self) -> None:
         """End the pass: issue the gathers that other ranks still need, and record a new order. Collective."""
         if self._agreeing:
-            while set(wants := self._exchange(DONE)) != {DONE}:
-                self._serve(wants)
-                self._drop_idle()
+            self._serve_until(DONE)
             if not self._config.dynamic_graph:
                 self._learn()
         elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
@@ -158,9 +154,7 @@ class GatherOrder:
         Collective."""
         # Users' own messages may follow the call, so every rank must have its units by then.
         if self._config.dynamic_graph and self._agreeing:
-            while not {CALLED, DONE, MEETS}.issuperset(wants := self._exchange(CALLED)):
-                self._serve(wants)
-                self._drop_idle()
+            self._serve_until(CALLED, DONE, MEETS)
 
     def abort(self) -> None:
         self._cursor, self._agreeing, self.holds_next, self.apart = None, False, False, False
@@ -184,6 +178,13 @@ class GatherOrder:
         if self._cursor is not None:  # ranks have left the plan, maybe some sooner than others
             self._issue_ahead(self._cursor.up_to_number(max(places)))
         return wants
+
+    def _serve_until(self, sent: int, *also: int) -> None:
+        """Send ``sent``, and take part in gathers that other ranks need, until all have sent this or one of ``also``.
+        Collective."""
+        while not {sent, *also}.issuperset(wants := self._exchange(sent)):
+            self._serve(wants)
+            self._drop_idle()
 
     def _serve(self, wants: Sequence[int], own: Unit | None = None) -> None:
         wanted = list(dict.fromkeys(want for want in wants if want >= 0))

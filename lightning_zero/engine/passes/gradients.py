@@ -32,7 +32,7 @@ from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTES
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class BucketGrads:
     """Holds the gradients that one bucket has received, and tracks which are not reduced yet."""
 
@@ -51,14 +51,9 @@ class BucketGrads:
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since the last clear
     agreed: set[int] = field(default_factory=set)  # slots with a reduced gradient of any rank
     partial: set[int] = field(default_factory=set)  # slots that lack gradients of a backward that raised
-    scale_on_arrival: float = field(init=False)  # factor for each gradient
-    scale_of_sum: float = field(init=False)  # factor for the reduced sum
-    local_dtype: torch.dtype = field(init=False)
-    sent_dtype: torch.dtype = field(init=False)  # of the next buffer to reduce
-    total_dtype: torch.dtype | None = field(init=False)  # of its sum if it travels by an all-to-all, else None
-    _exchanges: bool = field(init=False)  # gradients travel by an all-to-all in autograd's dtype, divided afterwards
 
     def __post_init__(self) -> None:
+        # Whether ranks send gradients by an all-to-all in autograd's dtype, and divide the sum afterwards.
         self._exchanges = self.bucket.dtypes.exchanged and self.bucket.comm.exchanges
         self._choose_dtypes()
 
@@ -70,7 +65,10 @@ class BucketGrads:
         self._choose_dtypes()
 
     def _choose_dtypes(self) -> None:
+        """Set ``local_dtype``, ``sent_dtype`` (of the next buffer to reduce) and ``total_dtype`` (of the sum of that
+        buffer if ranks send it by an all-to-all, else None)."""
         dtypes = self.bucket.dtypes
+        self.total_dtype: torch.dtype | None
         self.local_dtype = dtypes.grad if self.bucket.plan.accumulates_locally else dtypes.reduce
         if self.keeps_wire_dtype:
             self.local_dtype = dtypes.wire
@@ -79,7 +77,8 @@ class BucketGrads:
         self._choose_scales()
 
     def _choose_scales(self) -> None:
-        """Decide whether to multiply each gradient on arrival or the reduced sum by ``scale``. All ranks decide alike.
+        """Decide whether to multiply each gradient on arrival or the reduced sum by ``scale``: set the factors
+        ``scale_on_arrival`` and ``scale_of_sum``. All ranks decide alike.
 
         Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
         """
@@ -251,14 +250,8 @@ class Reducer:
         self.loss_scale = 1.0
         self._unscaled: set[int] = set()  # ids of parameters
         self._waiting: set[Bucket] = set()  # buckets with unreduced gradients of ``no_sync``; equal on all ranks
-        self.completed: list[Bucket] = []  # in the order of becoming ready in this backward
-        self._key = ""
-        self._late: set[Bucket] = set()
         self.plans_changed()
-        self._next = 0
         self._expected: dict[Bucket, int] = {}  # number of parameters that require a gradient
-        self._ready: set[Bucket] = set()
-        self._lagging_here: set[Bucket] = set()
         self._in_flight: list[tuple[Bucket, Reduction]] = []
         self._second_half: list[tuple[Bucket, Reduction]] = []
         self._flying_nbytes = 0
@@ -284,11 +277,12 @@ class Reducer:
         for bucket, grads in self.grads.items():
             self._expected[bucket] = sum([info.param.requires_grad for info in bucket.params])
             grads.begin(reduces=self.synchronize or not bucket.plan.accumulates_locally, fresh=not self.unreduced)
-        self._late, self._lagging_here = set(), set()
+        self._late: set[Bucket] = set()  # with a second gradient of a parameter
+        self._lagging_here: set[Bucket] = set()
         self._waiting |= {b for b, grads in self.grads.items() if self._expected[b] and not grads.reduces}
         # If all parameters of a waiting bucket are frozen by now, this backward brings nothing more for the bucket.
         self._ready = {b for b in self._waiting if self.synchronize and not self._expected[b]}
-        self.completed = []
+        self.completed: list[Bucket] = []  # in the order of becoming ready in this backward
         self._next = 0
 
     @contextlib.contextmanager

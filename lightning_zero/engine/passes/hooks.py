@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.passes.containers import Args, Kwargs, dtype_hooks, find_tensors
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.passes.saved_weights import hooks_allowed
+from lightning_zero.engine.passes.saved_weights import hooks_allowed, weakly
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
@@ -59,7 +59,7 @@ class Hooks:
     def __init__(self, passes: Passes) -> None:
         # Weakly: modules hold these hooks, and passes hold parameters. The garbage collector does not see the part of
         # that cycle inside of autograd, so the engine would live for ever.
-        self._passes = ref(passes)
+        self._passes, self._backward_begins = ref(passes), weakly(passes.backward_begins, None)
         self._handles: list[RemovableHandle] = []
         self._watched: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}
         self._call = 0
@@ -351,9 +351,9 @@ class Hooks:
             return
         outputs = [t for t in find_tensors(output) if t.grad_fn is not None] if torch.is_grad_enabled() else []
         if unit.index == 0:
-            passes_ref = self._passes
+            begins = self._backward_begins
             for tensor in outputs:
-                tensor.register_hook(lambda _: _backward_begins(passes_ref))
+                tensor.register_hook(lambda _: begins())
         elif unit.reshards and (unit.has_packed or saving is not None):
             # Bare views of the buffer may have been kept for the backward, of which our saved-tensor hooks know
             # nothing: by bitsandbytes, by saved-tensor hooks of the user's inside of the forward, or in attributes of
@@ -413,8 +413,3 @@ def _changes(fn: Callable[[Tensor], Tensor], dim: int, dtype: torch.dtype, devic
 def _weights_needed(passes_ref: ReferenceType[Passes], index: int, _: Tensor) -> None:
     if (passes := passes_ref()) is not None:
         passes.weights_needed(passes.units[index])
-
-
-def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
-    if (passes := passes_ref()) is not None:
-        passes.backward_begins()

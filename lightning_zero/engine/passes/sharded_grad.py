@@ -30,24 +30,16 @@ from lightning_zero.engine.units.param import ParamInfo
 _aten = torch.ops.aten
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _NORM, _NORMS = _aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar
-_IN_PLACE = {  # operation: name of the tensor method
-    _aten.zero_.default: "zero_",
-    _aten.mul_.Tensor: "mul_",
-    _aten.mul_.Scalar: "mul_",
-    _aten.div_.Tensor: "div_",
-    _aten.div_.Scalar: "div_",
-    _aten.clamp_.default: "clamp_",
-    _aten.clamp_min_.default: "clamp_min_",
-    _aten.clamp_max_.default: "clamp_max_",
-    _aten.nan_to_num_.default: "nan_to_num_",
-    _aten._foreach_zero_.default: "zero_",
-    _aten._foreach_mul_.Tensor: "mul_",
-    _aten._foreach_mul_.Scalar: "mul_",
-    _aten._foreach_div_.Tensor: "div_",
-    _aten._foreach_div_.Scalar: "div_",
-    _aten._foreach_clamp_min_.Scalar: "clamp_min_",
-    _aten._foreach_clamp_max_.Scalar: "clamp_max_",
+_METHODS: dict[str, tuple[OpOverload, ...]] = {  # name of the tensor method: operations
+    "zero_": (_aten.zero_.default, _aten._foreach_zero_.default),
+    "mul_": (_aten.mul_.Tensor, _aten.mul_.Scalar, _aten._foreach_mul_.Tensor, _aten._foreach_mul_.Scalar),
+    "div_": (_aten.div_.Tensor, _aten.div_.Scalar, _aten._foreach_div_.Tensor, _aten._foreach_div_.Scalar),
+    "clamp_": (_aten.clamp_.default,),
+    "clamp_min_": (_aten.clamp_min_.default, _aten._foreach_clamp_min_.Scalar),
+    "clamp_max_": (_aten.clamp_max_.default, _aten._foreach_clamp_max_.Scalar),
+    "nan_to_num_": (_aten.nan_to_num_.default,),
 }
+_IN_PLACE = {operation: name for name, operations in _METHODS.items() for operation in operations}
 _TOTAL_NORM = inspect.unwrap(get_total_norm).__code__
 _CODE_OF_TOTAL_NORM = {_TOTAL_NORM, *(const for const in _TOTAL_NORM.co_consts if inspect.iscode(const))}
 

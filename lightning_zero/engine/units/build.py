@@ -53,7 +53,14 @@ def materialise(
     for name, inner in adapters:
         reset_adapter(module, name, inner)
     for name, inner in own:
-        _refuse_without_values(name, inner, {key for other, key in were_meta if other == name})
+        for key, tensor in _own_tensors(inner).items():
+            if (name, key) not in were_meta or tensor.is_meta or not (tensor.is_floating_point() and tensor.numel()):
+                continue
+            if bool(tensor.isnan().all()):
+                raise ConfigError(
+                    f"{f'{name}.{key}' if name else key} was on the meta device, and {type(inner).__name__} has not "
+                    "initialized it. Have its reset_parameters() do that, or build it off meta."
+                )
 
 
 def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str, Tensor], device: torch.device) -> None:
@@ -81,17 +88,6 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
         for tensor in lacking.values():
             if (split := split_of(tensor)) is not None:
                 tensor.data = split.cut(tensor.data).contiguous()
-
-
-def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[str]) -> None:
-    for key, tensor in _own_tensors(inner).items():
-        if key not in were_meta:
-            continue
-        if not tensor.is_meta and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
-            raise ConfigError(
-                f"{f'{name}.{key}' if name else key} was on the meta device, and {type(inner).__name__} has not "
-                "initialized it. Have its reset_parameters() do that, or build it off meta."
-            )
 
 
 def move_param(param: nn.Parameter, value: Tensor) -> None:
@@ -221,7 +217,14 @@ def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
             bucket.full.data.copy_(values)
         del values
     if found:
-        comm.together(f"first values of {bucket.label}", functools.partial(_read_own, bucket, found, own))
+
+        def read_own_parts() -> None:
+            for fragment in bucket.owned_fragments():
+                if fragment.index in found:
+                    target = own[fragment.start : fragment.start + fragment.numel]
+                    bucket.params[fragment.index].copy_part(found[fragment.index], fragment.offset, target)
+
+        comm.together(f"first values of {bucket.label}", read_own_parts)
         bucket.share(own)
     fill = functools.partial(bucket.fill, own)
     if bucket.plan.tiers.uses_host_or_files:
@@ -235,11 +238,3 @@ def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
         # After the move, which gives the parameter another version: an older one here would look like a user's write.
         info.version = info.param._version
     bucket.show(gathered=True)
-
-
-def _read_own(bucket: Bucket, found: Mapping[int, Tensor], own: Tensor) -> None:
-    """Read this rank's parts of the first values `found` (by the parameters' slots) into `own` [owned numel]."""
-    for fragment in bucket.owned_fragments():
-        if fragment.index in found:
-            target = own[fragment.start : fragment.start + fragment.numel]
-            bucket.params[fragment.index].copy_part(found[fragment.index], fragment.offset, target)

@@ -20,7 +20,7 @@ from lightning_zero.comm.agreements import gather_objects
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, own_path, ranks_on_disk
 from lightning_zero.device import accelerator_of
-from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
+from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes
 from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role, place
@@ -74,12 +74,12 @@ def make_tiers(
     if path := offload.nvme_path:
         path = comm.together("zero.offload.nvme_path", partial(own_path, path, share, comm.rank))
     held = _sum((bucket.plan, bucket.states, bucket.whole) for bucket in held_by or ())
+    stage, size, alone = STAGES[config.stage.name], comm.shard.size, comm.even_alone
     if offload.name is Offload.auto:
-        budgets = _budgets(offload, path, comm, share, held)
-        rows = split_by_budget(sizes_of(groups, config, comm.shard.size), budgets)
+        units = [memory.unit_bytes(unit.name, (b.shape(0) for b in unit.buckets), stage, size) for unit in groups]
+        rows = split_by_budget(units, _budgets(offload, path, comm, share, held))
     else:
         rows = [OFFLOADS[offload.name]] * len(groups)
-    stage, size, alone = STAGES[config.stage.name], comm.shard.size, comm.even_alone
     plans = [place(shape, stage, rows[shape.unit], size, even_alone=alone) for shape in bucket_shapes(groups)]
     on_device = 0
     if held_by is None:  # optimizer state is made later, and checked then

@@ -27,8 +27,7 @@ from lightning_zero.engine.units.param import ParamInfo, classes_of, find_owner,
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.layout import split_by_bytes
-from lightning_zero.planning.memory import unit_bytes
-from lightning_zero.planning.placement import STAGES, Placement, UnitBytes
+from lightning_zero.planning.placement import STAGES, Placement
 from lightning_zero.planning.units import choose_units, owner_of
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError, DType, Precision, Recompute, ZeroConfig
@@ -191,11 +190,6 @@ def refuse_cuda_graph(function: object, name: str, config: ZeroConfig) -> None:
 
 def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:
     return [bucket.shape(index) for index, unit in enumerate(units) for bucket in unit.buckets]
-
-
-def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) -> list[UnitBytes]:
-    row = STAGES[config.stage.name]
-    return [unit_bytes(u.name, (b.shape(0) for b in u.buckets), row, world_size) for u in units]
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
