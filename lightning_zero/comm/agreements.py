@@ -48,7 +48,7 @@ def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: 
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Gather as :func:`gather_objects` does, but over ``group`` itself. Its backend must be on the host. Collective."""
+    """Gather as :func:`gather_objects` does, over ``group`` itself, whose backend must be on the host. Collective."""
     if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:

@@ -66,16 +66,12 @@ class Recorder:
         self.spans: list[tuple[str, str, Any, Any, str]] | None = None
         self._waits = threading.local()  # ``inside``: for each open wait, the seconds of waits inside it
         self._later: deque[tuple[str, Any, Any]] = deque()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._origin: tuple[Any, float] | None = None
 
     def moment(self, *, on_host: bool = False) -> Any:
         """Return the present moment: a time of the host's clock in seconds, or an event after all queued work."""
         return time.perf_counter() if on_host else self._accelerator.moment()
-
-    def move(self, kind: str, nbytes: int) -> None:
-        with self._lock:  # several threads start transfers
-            self.moved[kind] += nbytes
 
     def add(self, lane: str, what: str, begin: Any, end: Any, waits_for: str = "") -> None:
         if (spans := self.spans) is not None:  # another thread may end it meanwhile
@@ -92,12 +88,12 @@ class Recorder:
             end, inside = self.moment(on_host=on_host), waits.pop()
             if isinstance(begin, float):
                 # A wait inside this one counts only for itself.
-                with self._lock:
+                with self.lock:
                     self.waited[kind] += end - begin - inside
                 if waits:
                     waits[-1] += end - begin
             else:
-                with self._lock:
+                with self.lock:
                     self._later.append((kind, begin, end))
                 if len(self._later) > MANY:
                     self.waited_so_far()
@@ -105,7 +101,7 @@ class Recorder:
 
     def waited_so_far(self) -> dict[str, float]:
         """Return the seconds that compute has waited, by kind of :data:`WAITS`. Waits of streams count when over."""
-        with self._lock:
+        with self.lock:
             while self._later and self._accelerator.is_over(self._later[0][2]):
                 kind, begin, end = self._later.popleft()
                 self.waited[kind] += self._accelerator.seconds(begin, end)
@@ -113,7 +109,7 @@ class Recorder:
 
     def moved_so_far(self) -> Counter[str]:
         """Return the bytes moved so far, by kind of :data:`MOVES`: a copy, because other threads go on counting."""
-        with self._lock:
+        with self.lock:
             return Counter(self.moved)
 
     def keep_spans(self) -> None:
@@ -180,8 +176,10 @@ def waiting(kind: str, what: str, *, on_host: bool = False) -> AbstractContextMa
 
 
 def moved(kind: str, nbytes: int) -> None:
+    """Count ``nbytes`` that this rank moves. ``kind``: one of :data:`MOVES`."""
     if recorder is not None:
-        recorder.move(kind, nbytes)
+        with recorder.lock:  # several threads start transfers
+            recorder.moved[kind] += nbytes
 
 
 def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:

@@ -21,11 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.optimizers.state_trees import StateShape, same
-from lightning_zero.optimizers.trial import MOST_TRUE, Trial, step_of, trying
+from lightning_zero.optimizers.trial import MOST_TRUE, Cut, DtypeOf, Trial, step_of, trying
 from lightning_zero.settings import ConfigError
-
-DtypeOf = Callable[[nn.Parameter], torch.dtype]  # returns the dtype of a parameter's master
-Cut = Callable[[nn.Parameter], Sequence[int]]  # returns lengths of the slices of a parameter over all ranks
 
 CLOSE = 1e-3  # relative to the largest change in a step
 SLICES, RANKS = 3, 2  # not divisible: each rank's list is shorter than that of whole tensors

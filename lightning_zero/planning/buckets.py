@@ -47,7 +47,7 @@ class ParamsRest(Enum):
 
     full_is_master = "in the full buffer, which is the memory of the masters too"
     full = "in the full buffer, brought up to date from the masters after a step"
-    storage = "nowhere but in the storage; they are cast from it as they are gathered"
+    storage = "in the storage of masters alone, from which each gather casts them"
     shard = "in a shard of their own, on the tier of compute_param"
 
 

@@ -115,7 +115,7 @@ class Between:
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.rounded: list[Bucket] = []
         self.in_run = self.rounds = False
-        self._thread = 0  # that runs hooks
+        self._thread = 0  # number of the thread that runs hooks
 
     def begin_run(self) -> None:
         """Allow uses: all ranks run the same code from now on. Sends no message."""
@@ -212,7 +212,7 @@ class Between:
         if not nbytes:
             return False
         accelerator, on_device = self._comm.streams.accelerator, self._comm.device.type != "cpu"
-        if on_device and accelerator.free_nbytes() < 2 * nbytes:  # else it fits without what the allocator keeps
+        if on_device and accelerator.free_nbytes() < 2 * nbytes:  # else there is room without what the allocator keeps
             accelerator.release_cached()
         own = machine(), available_host_memory(), accelerator.free_nbytes()
         table = self._comm.gather_checked(own, f"{what}, which all ranks must call")
@@ -245,7 +245,7 @@ class Between:
         for bucket in unit.buckets:
             if bucket.shown is Shown.PLAIN or not (_needs_masters(bucket) or bucket in self.memory):
                 continue
-            full = bucket.full_master().to(bucket.dtypes.master)  # those of frozen parameters are rounded
+            full = bucket.full_master().to(bucket.dtypes.master)  # frozen parameters rest in the compute dtype
             if (memory := self.memory.get(bucket)) is None:
                 memory = self.memory[bucket] = _Memory(bucket, full)
             else:

@@ -215,7 +215,7 @@ class GatherOrder:
         if not self._agreeing:
             self._history.append(index)
         if unit is self._leaving:
-            self._free_leaving()  # it takes its memory again, after the uses so far
+            self._free_leaving()  # the gather takes the memory again, after the uses so far
         unit.unshard_begin()
         if ahead:
             self._idle.append(unit)

@@ -201,7 +201,7 @@ class BucketGrads:
             self.waiting.pop(slot, None)
             self.second_arrivals.pop(slot, None)
         if not self.written:
-            self.local = None  # else its remains would be reduced with the next backward
+            self.local = None  # else cleared gradients would be reduced with the next backward
         if self.agreed:
             for slot in gone:
                 self._zero_reduced(slot)
@@ -355,7 +355,7 @@ class Reducer:
         self._second_half = []
         if self._key not in self._orders:
             self._learn_order()
-        # Last: buckets that some rank completes only at its end. They would hold up the others.
+        # Buckets that some rank completes only at the end of its backward come last. They would hold up the others.
         self._orders[self._key].sort(key=self._lagging[self._key].__contains__)
         self.unreduced &= not self.synchronize
         if self.synchronize:

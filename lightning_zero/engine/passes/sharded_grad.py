@@ -71,7 +71,7 @@ class ShardedGrad(Tensor):
     info: ParamInfo
     shown: _View | None  # None: the whole gradient
     added: bool  # autograd added a gradient before the engine noticed the backward
-    incoming: Tensor | None  # that gradient
+    incoming: Tensor | None  # the gradient that autograd added
     _owner: ref[Owner]  # see [Note: weak references and graphs]
 
     # Results of operations are plain tensors, except views.
@@ -105,7 +105,7 @@ class ShardedGrad(Tensor):
         if self.shown is None:
             return self.owner.gather(self.info)
         owner = self._owner()
-        if owner is not None and owner.shows(self.shown.of):  # else it was cleared, and the view has what was there
+        if owner is not None and owner.shows(self.shown.of):  # else it was cleared, and the view keeps the last values
             now = owner.gather(self.info)
             if now is not self.shown.whole:
                 self.shown.whole.copy_(now)

@@ -261,7 +261,8 @@ class Writes:
             return
         key = self._number[bucket], info.slot
         before, after = self.unconfirmed.get(key) or (self.own_checksum(bucket, info.slot, own), 0)
-        if bucket.comm.shard.size > 1 and bucket.plan.shards_master:  # else ranks may have values of their own
+        # Where each rank has all masters, ranks may have values of their own, as under DDP.
+        if bucket.comm.shard.size > 1 and bucket.plan.shards_master:
             after = checksum(info.flattened(whole))
         self.unconfirmed[key] = before, after
 
@@ -327,7 +328,7 @@ class BufferSync:
         self._seen = self._now(module)
         self._steps = 0
         self._sums: dict[int, tuple[Tensor, int, int]] = {}  # buffers, versions and checksums when last compared, by id
-        self._always = False  # this rank has seen values change whose versions did not
+        self._always = False  # this rank has seen values that changed while their versions did not
         # Whether any rank has buffers. Never this rank's alone: the others would wait for it, or it for them.
         self.are_there = bool(comm.max_(torch.tensor([bool(self._seen)], dtype=torch.uint8)).item())
 

@@ -49,7 +49,7 @@ from lightning_zero.settings import ConfigError, StateDtype
 
 
 class Stepper(ABC):
-    """Makes a user's `optimizer.step` step the shards of an engine. Subclasses step slices or whole parameters."""
+    """Makes a user's `optimizer.step` step the shards of an engine. A subclass steps slices, another whole tensors."""
 
     def __init__(self, optimizer: Optimizer, around: AroundStep) -> None:
         self.optimizer = optimizer

@@ -385,7 +385,7 @@ class Bucket:
     def write(self, info: ParamInfo, value: Tensor) -> None:
         """Write a whole parameter: this rank's part to the masters, and all to `full` if the bucket stays gathered."""
         self.write_master(info, value.detach())
-        if not self.plan.reshards and not isinstance(value, StoredTensor):  # else the next gather brings it
+        if not self.plan.reshards and not isinstance(value, StoredTensor):  # else the next gather brings the value
             assert info.gathered is not None
             info.gathered.copy_(value.detach().reshape(info.shape))
         values_changed([info])

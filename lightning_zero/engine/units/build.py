@@ -126,8 +126,8 @@ def kinds_of(buffers: Iterable[tuple[str, Tensor]]) -> list[tuple[str, tuple[int
 
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
-    """Move all buffers to the engine's device with rank 0's values; floats take `dtype`, unless None. Those that are
-    not the same kind on all ranks keep their values. Collective."""
+    """Move all buffers to the engine's device, with rank 0's values, and floating-point buffers to `dtype`, unless that
+    is None. Buffers whose shape or dtype differs between ranks keep each rank's values. Collective."""
     moved: dict[int, Tensor] = {}
     table = comm.all_gather_objects(kinds_of(module.named_buffers()), "which buffers ranks have")
     everywhere = {name for name, *_ in set(table[0]).intersection(*table)}

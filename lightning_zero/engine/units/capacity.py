@@ -1,7 +1,7 @@
 """Choose and make the tiers (host memory, files) of an engine, after a check that they have enough free bytes.
 
-Ranks of one host share its memory and its disk. Their needs are summed by host and compared with what the host has, so
-all ranks raise the same error.
+Ranks of one host share its memory and its disk. All ranks sum the needs of each host's ranks, compare the sums with
+what each host has, and so raise the same error.
 """
 
 from __future__ import annotations

@@ -201,8 +201,8 @@ def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Modu
 
 
 def recomputes(block: nn.Module, config: ZeroConfig) -> bool:
-    """Return whether `config` recomputes the unit `block`. A split embedding or linear layer is not: its hooks, which
-    make its DTensors, are not called again. It has no activations inside."""
+    """Return whether `config` recomputes the unit `block`. A split embedding or linear layer is not recomputed: the
+    hooks that make its DTensors are not called again, and such a layer has no activations inside."""
     is_split = any(split_of(param) is not None for param in block.parameters(recurse=False))
     return config.activation_checkpointing is not Recompute.none and not is_split
 

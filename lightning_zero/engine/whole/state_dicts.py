@@ -45,6 +45,9 @@ from lightning_zero.optimizers.state_trees import Leaf, Saved, State, with_leave
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
 from lightning_zero.settings import ConfigError
 
+Storages = Sequence[MasterStorage]  # of one copy of the masters of all buckets
+Parts = Mapping[Value, Sequence[Part]]
+
 # -- the module, out of shards ----------------------------------------------------------------------------------------
 
 
@@ -69,9 +72,7 @@ def _elsewhere(engine: Core, trainable_only: bool) -> dict[int, Tensor]:
     return _tensors(engine, lambda _, info: OnRank0.like(info, info.dtype), trainable_only)
 
 
-def fake_copy(
-    engine: Core, fakes: FakeTensors, storages: Sequence[MasterStorage], *, trainable_only: bool = False
-) -> State:
+def fake_copy(engine: Core, fakes: FakeTensors, storages: Storages, *, trainable_only: bool = False) -> State:
     """Return ``module.state_dict()`` with fake tensors for ``storages`` (a copy of all masters), on rank 0."""
     name = f"copy {len(fakes.copies)}"
     fakes.copies[name] = storages
@@ -84,9 +85,7 @@ def fake_copy(
 
 
 @outside_autograd
-def sharded_state_dict(
-    engine: Core, storages: Sequence[MasterStorage] | None = None, *, trainable_only: bool = False
-) -> State:
+def sharded_state_dict(engine: Core, storages: Storages | None = None, *, trainable_only: bool = False) -> State:
     """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of ``storages``, a copy. Collective."""
     take_shown_over(engine)
     parts = parts_by_value(engine, {} if storages is None else {"copy": storages})
@@ -99,14 +98,9 @@ def sharded_state_dict(
     return _state_dict_with(engine, _tensors(engine, tensor, trainable_only), trainable_only)
 
 
-def parts_of(
-    engine: Core,
-    parts: Mapping[Value, Sequence[Part]],
-    value: Value,
-    info: ParamInfo,
-    storages: Sequence[MasterStorage] | None = None,
-) -> TensorParts:
-    storage = engine.buckets[value.bucket].storage if storages is None else storages[value.bucket]
+def parts_of(engine: Core, parts: Parts, value: Value, info: ParamInfo, copies: Storages | None = None) -> TensorParts:
+    """Return a tensor that stands for ``value`` of a parameter, in the dtype of masters, or of ``copies`` of them."""
+    storage = engine.buckets[value.bucket].storage if copies is None else copies[value.bucket]
     dtype = storage.master.dtype
     return TensorParts(info.saved_shape, dtype, parts.get(value, ()), info.saved_strides, info.split, value)
 
@@ -265,7 +259,7 @@ def sharded_optimizer_state(engine: Core, optimizer: Optimizer) -> State:
     return {"state": state, "param_groups": _groups(sharded, lambda place: place.info.fqn)}
 
 
-def _leaf_parts(parts: Mapping[Value, Sequence[Part]], value: Value, split: Split | None, leaf: Leaf) -> TensorParts:
+def _leaf_parts(parts: Parts, value: Value, split: Split | None, leaf: Leaf) -> TensorParts:
     return TensorParts(leaf.shape, leaf.dtype, parts.get(value._replace(name=leaf.name), ()), leaf.strides, split)
 
 
