@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.optimizers.state_trees import StateShape, same
-from lightning_zero.optimizers.trial import MOST_TRUE, Cut, DtypeOf, Trial, step_of, trying
+from lightning_zero.optimizers.trial import MOST_TRUE, Cut, DtypeOf, Trial, refuse_wrapped_state, step_of, trying
 from lightning_zero.settings import ConfigError
 
 CLOSE = 1e-3  # relative to the largest change in a step
@@ -55,7 +55,7 @@ def probe(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device, *, true
         together, apart = (Trial(optimizer, dtype_of, device, most_true=MOST_TRUE) for _ in range(2))
         try:
             together.run()
-            together.refuse_wrapped_state()
+            refuse_wrapped_state(together.optimizer, together.tensors)
             apart.run_apart()
         except ConfigError:
             raise

@@ -160,6 +160,7 @@ class Trial:
         self._small: list[_Small] = []
         for kind, alike in kinds.items():
             self._small += self._make(kind, alike, shapes.get(kind) or _small(len(kind.shape)), device)
+        self.tensors = [small.tensor for small in self._small]
         self._slices = [_cut(s.tensor, cut(s.alike[0]) if cut else None) for s in self._small]
         self._original = optimizer
         self.optimizer = self._copy(optimizer)
@@ -292,9 +293,6 @@ class Trial:
             step_of(self.optimizer)(self.optimizer, closure)
         if len(calls) > 1 or not all(calls):
             raise calls_its_closure(self.optimizer)
-
-    def refuse_wrapped_state(self) -> None:
-        refuse_wrapped_state(self.optimizer, (small.tensor for small in self._small))
 
     def result(self) -> list[Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]

@@ -358,10 +358,6 @@ class ShardedGrads:
         found = not all(map(bool, checks))  # few ``bool`` calls, because the host waits for the device in each
         # All ranks must skip the step together, so they agree.
         overflowed = bool(self._reducer.comm.max_(torch.tensor([found], dtype=torch.uint8)))
-        self._count(places, overflowed)
-        return overflowed
-
-    def _count(self, places: Sequence[Place], overflowed: bool) -> None:
         key = id(places[0].info.param)
         self.overflows += overflowed
         self._in_a_row[key] = overflowed * (self._in_a_row.get(key, 0) + 1)
@@ -376,3 +372,4 @@ class ShardedGrads:
                 f"{', '.join(first)}. No parameter has changed in these steps. Look at their batches and losses, lower "
                 "optimizer.lr, or raise zero.optimizer.skip_nonfinite."
             )
+        return overflowed

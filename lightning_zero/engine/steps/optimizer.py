@@ -390,7 +390,15 @@ class ShardedOptimizer(Stepper):
     def _step(self, used: set[int]) -> set[Bucket]:
         if self.runs.narrow:  # users may have added groups, or changed them
             self.check_groups(self.optimizer.param_groups)
-        changed = self._arrange(used)
+        # Cut masters into runs by present param groups and step counts.
+        group_of: dict[Bucket, dict[int, int]] = {bucket: {} for bucket in self.runs.buckets()} | self.groups()
+        changed: set[Bucket] = set()  # the buckets that any rank steps
+        for bucket, groups in group_of.items():
+            if bucket.plan.trainable:
+                active = {slot for slot in groups if id(bucket.params[slot].param) in used}
+                self.runs.advance(bucket, groups, active)
+                if active:
+                    changed.add(bucket)
         # The worker steps buckets on the host. Unknown optimizers may count steps per group, so step them at once.
         for_worker = {bucket for bucket in changed if self._known and bucket.plan.steps_on_host}
         buckets = [bucket for bucket in self.runs.buckets() if bucket in changed]
@@ -446,19 +454,6 @@ class ShardedOptimizer(Stepper):
                 self.runs.attach_state(bucket)
 
         return StepJob(bucket, run)
-
-    def _arrange(self, used: set[int]) -> set[Bucket]:
-        """Cut masters into runs by present param groups and step counts. Return the buckets that any rank steps."""
-        group_of: dict[Bucket, dict[int, int]] = {bucket: {} for bucket in self.runs.buckets()} | self.groups()
-        changed: set[Bucket] = set()
-        for bucket, groups in group_of.items():
-            if not bucket.plan.trainable:
-                continue
-            active = {slot for slot in groups if id(bucket.params[slot].param) in used}
-            self.runs.advance(bucket, groups, active)
-            if active:
-                changed.add(bucket)
-        return changed
 
     @contextlib.contextmanager
     def _runs_in_groups(
