@@ -216,14 +216,12 @@ class Between:
             accelerator.release_cached()
         own = machine(), available_host_memory(), accelerator.free_nbytes()
         table = self._comm.gather_checked(own, f"{what}, which all ranks must call")
-        places = [place for place, *_ in table]
+        places, numbered = [place for place, *_ in table], list(enumerate(table))
         hosts = [
             reason_not_to_fit(nbytes, free // places.count(place), f"the host of rank {rank}, for each of its ranks")
-            for rank, (place, free, _) in enumerate(table)
+            for rank, (place, free, _) in numbered
         ]
-        devices = [
-            reason_not_to_fit(nbytes, free, f"the device of rank {rank}") for rank, (*_, free) in enumerate(table)
-        ]
+        devices = [reason_not_to_fit(nbytes, free, f"the device of rank {rank}") for rank, (*_, free) in numbered]
         why = next(filter(None, devices if on_device else hosts), None)
         if why and on_device and or_on_host and not any(hosts):
             if self._comm.rank == 0:

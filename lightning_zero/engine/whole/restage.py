@@ -21,7 +21,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.capacity import Held, make_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs
-from lightning_zero.engine.units.master_storage import Tiers, opened
+from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
 from lightning_zero.engine.whole.whole_params import gathered_buckets, take_writes_over
 from lightning_zero.optimizers.state_trees import State
@@ -61,7 +61,7 @@ def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instance
     _agree_on_grads(engine)
     comm.together("restaging: the model", partial(refuse_cuda_graphs, engine.module, config))
     share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()
-    tiers, plans = _make_tiers(engine, config, share, instances)
+    tiers, plans = make_tiers(_describe(engine), config, comm, instances, share, engine.tiers, _held(engine))
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     comm.streams.accelerator.synchronize()  # kernels may still read the values that move
     comm.streams.drop_held()
@@ -146,13 +146,14 @@ def _in_the_way(engine: Core) -> str | None:
     return None
 
 
-def _make_tiers(
-    engine: Core, config: ZeroConfig, share: Share, instances: Collection[int]
-) -> tuple[Tiers, list[BucketPlan]]:
-    groups = [
+def _describe(engine: Core) -> list[UnitGroup]:
+    return [
         UnitGroup(unit.name, [BucketGroup(b.params, b.dtypes, b.plan.trainable, b.plan.whole) for b in unit.buckets])
         for unit in engine.units
     ]
+
+
+def _held(engine: Core) -> list[Held]:
     counts = {sharded: sharded.states_per_element() for sharded in engine.optimizers}
     listed = {sharded: set(sharded.buckets()) for sharded in engine.optimizers}
     held = []
@@ -162,7 +163,7 @@ def _make_tiers(
         later = sum(counts[sharded] for sharded in own)
         whole = partial(lambda own, bucket, plan: sum(each.whole_state(bucket, plan) for each in own), own, bucket)
         held.append(Held(bucket.plan, now, later, whole(None), whole))
-    return make_tiers(groups, config, engine.comm, instances, share, engine.tiers, held)
+    return held
 
 
 # -- the move ---------------------------------------------------------------------------------------------------------
