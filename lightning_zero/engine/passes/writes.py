@@ -62,11 +62,10 @@ def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = Non
     return total
 
 
-def unequal_error(names: Iterable[str], where: str, also: str = "") -> RuntimeError:
+def unequal_error(names: Iterable[str], what: str, also: str = "") -> RuntimeError:
     return RuntimeError(
-        f"{', '.join(names)}: written to {where}, with other values on some ranks than on others, so that no rank's "
-        "values are right for all. Write the same values on all ranks, or write inside `with "
-        f"lightning_zero.gather(module, from_rank=0):`, where one rank's values count.{also}"
+        f"{', '.join(names)}: {what}, so that no rank's values are right for all. Write the same values on all ranks, "
+        f"or write inside `with lightning_zero.gather(module, from_rank=0):`, where one rank's values count.{also}"
     )
 
 
@@ -85,7 +84,7 @@ def refuse_unequal(comm: Communicator, written: Sequence[tuple[Place, Tensor]], 
         )
     )
     if unequal:
-        raise unequal_error(unequal, where)
+        raise unequal_error(unequal, f"written to {where}, with other values on some ranks than on others")
 
 
 class Writes:
@@ -306,7 +305,8 @@ class Writes:
                     unequal.append(self._buckets[at].params[slot].fqn)
         if unequal:
             also = " (An Embedding with max_norm writes to the rows of its rank's batch: drop max_norm.)"
-            raise unequal_error(unequal, "in a step", also)
+            what = "written to in a step, with other values on some ranks than on others"
+            raise unequal_error(unequal, what, also)
 
     def confirm_if_any(self) -> None:
         """Call :meth:`confirm` if any rank has unconfirmed writes. Call between passes. Collective."""
