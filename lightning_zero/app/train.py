@@ -329,7 +329,7 @@ def refusals() -> Iterator[None]:
 
 def said_in_a_sentence(error: Exception) -> bool:
     """If ``error`` is about a disk or another rank, print it without a traceback and return True, else return False."""
-    from lightning_zero.ranks.peers import PeerError
+    from lightning_zero.ranks.verdict import PeerError
     from lightning_zero.trainer.interruptions import failed_on_all_ranks
 
     on_disk = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

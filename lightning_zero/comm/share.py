@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.device.host_threads import allowed_cores
-from lightning_zero.ranks.peers import machine
+from lightning_zero.ranks.posts import machine
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.limits import available_cpus

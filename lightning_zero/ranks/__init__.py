@@ -6,8 +6,9 @@
                rendezvous    all ranks join in a store with equal settings, or a message says which did not; then
                              they make the process group
     run        waits         bounded waits for other ranks, with errors that name ranks
-               watchdog      a thread that ends a rank which waits for a dead one
-               peers         which rank is gone, and who found out
+               watchdog      threads that post what a rank does, and end a rank which waits for a dead one
+               posts         what each rank posts for the others
+               verdict       judges from the posts whether ranks are gone or stuck
                messages      what ranks send each other, as JSON
                mailbox       messages to rank 0 for which nobody waits; a text of all ranks, printed once
                progress      shows the progress of long work

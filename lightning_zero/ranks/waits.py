@@ -22,14 +22,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_zero.ranks.peers import PeerError, is_broken_connection, plain
+from lightning_zero.ranks.verdict import Gone, PeerError, StallError, is_broken_connection, plain
 from lightning_zero.ranks.watchdog import Watchdog, connection_of_its_own
 
 GO_ON_S = 0.001  # seconds between two calls of ``go_on`` during a wait
 ASK_S = 5.0  # seconds of waiting, until the other ranks' waits are compared; doubles each time
-
-
-class StallError(RuntimeError): ...
 
 
 _going_on: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -173,7 +170,7 @@ class Waits:
                 timed_out = time.monotonic() - began > 0.9 * limit
                 if asks and timed_out:
                     ask_s *= 2
-                    self._refuse_waiting_for_each_other(label)
+                    self._raise_if_nobody_comes(work, label)
                     continue
                 if timed_out and self._watchdog is not None and (now_s := self._watchdog.paused_s()) > paused_s:
                     deadline, paused_s = deadline + now_s - paused_s, now_s
@@ -181,19 +178,23 @@ class Waits:
                 # A failed message raises its error at each wait, so patience does not help.
                 if not timed_out or not patient or self._watchdog is None:
                     raise
-                if self._watchdog.all_wait() and not work.is_completed():
+                if self._watchdog.compare_waits(at_limit=True) is not None and not work.is_completed():
                     raise
             if not said:
                 said = True
                 print(self._stall_message(label, self.stall_timeout_s), file=sys.stderr, flush=True)
 
-    def _refuse_waiting_for_each_other(self, label: str) -> None:
+    def _raise_if_nobody_comes(self, work: Any, label: str) -> None:
         assert self._watchdog is not None
-        waits = self._watchdog.waits_for_each_other()
-        if waits is None:
+        found = self._watchdog.compare_waits()
+        if found is None or work.is_completed():
             return
-        places = self._watchdog.places()
-        lines = "\n".join(f"  rank {r}: {place}, waits for {waits[r]!r}" for r, place in enumerate(places))
+        if isinstance(found, Gone):
+            raise PeerError(f"rank {self.rank}: {self._culprit()}; noticed during {label!r} ({self.place})")
+        if not found.nobody_comes:
+            return
+        waits = zip(found.places, found.labels, strict=True)
+        lines = "\n".join(f"  rank {r}: {place}, waits for {wait!r}" for r, (place, wait) in enumerate(waits))
         raise StallError(
             f"rank {self.rank} waits for {label!r}, and some rank waits for something else, so neither can continue:\n"
             f"{lines}\nAll ranks must call this, or none: gather(), the module, saves, state_dicts, norms and reads of "

@@ -1,19 +1,6 @@
 """Runs threads beside training: they post what this rank is doing, and end a process that waits for a dead rank.
 
-[Note: what a rank does when another dies]
-A rank that waits inside of the engine raises in time: PeerError over gloo, whose connection breaks, else StallError
-(``ranks/waits.py``); who has died it finds out over the store (``ranks/peers.py``). Elsewhere (say, in a metric's
-barrier, or on a device) a backend waits for its own timeout unless it notices the death; it never does under NCCL or
-when a network is cut. So each rank also listens::
-
-    no beat of the next rank for zero.stall_timeout_s,        -> prints it; ends this process after a longer standstill
-    or the store is gone or silent                               (``_patience_s``)
-    under NCCL: the process of the rank before or after this  -> prints it; ends this process after a standstill of
-    one has ended on this machine without a goodbye              ten seconds (``STANDSTILL_S``)
-
-No process is ended while its training thread progresses, or while a person types into it. A launcher may be sooner:
-Lightning's looks every 5 s. A rank that has raised saves only if all have (``trainer/interruptions.py``), and does not
-wait for others at its exit (``Ended`` in ``trainer/processes.py``).
+See [Note: what a rank does when another dies].
 """
 
 from __future__ import annotations
@@ -21,7 +8,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import json
 import os
 import sys
 import threading
@@ -32,7 +18,8 @@ from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, finalize, ref
 
-from lightning_zero.ranks.peers import DYING_S, Peers, RunningTime
+from lightning_zero.ranks.posts import RunningTime
+from lightning_zero.ranks.verdict import DYING_S, STILL_S, Gone, Peers, Stuck, verdict
 
 EVERY_S = 2.0  # seconds between posts
 RANKS_AT_THIS_PACE = 512  # more ranks post less often, because all use one store
@@ -40,7 +27,6 @@ ASKING = 32  # number of ranks that check whether all wait for each other; each 
 STANDSTILL_S = 10.0  # seconds for launchers to act and exceptions to arrive, after a rank has ended
 EXIT_CODE = 1
 ANSWER_S = 5.0  # seconds that a store may take to answer
-STILL_S = 1.0  # added to the time in which what ranks do is posted
 
 T = TypeVar("T")
 
@@ -56,13 +42,14 @@ def connection_of_its_own(store: Any) -> Any:
 
 
 def within(seconds: float, ask: Callable[[], T], default: T) -> T:
-    """Call ``ask`` in a thread. Return its result; ``default`` if it takes longer than ``seconds``, because behind a
-    cut network a store neither answers nor fails, or if no thread can be started: some versions of Python start none
-    once the interpreter is ending."""
+    """Call ``ask`` in a thread. Return its result; ``default`` if it raises, because the store is gone, or takes longer
+    than ``seconds``, because behind a cut network a store neither answers nor fails, or if no thread can be started:
+    some versions of Python start none once the interpreter is ending."""
     found = [default]
 
     def answer() -> None:
-        found[0] = ask()
+        with contextlib.suppress(Exception):
+            found[0] = ask()
 
     thread = threading.Thread(target=answer, name="lightning_zero-asks", daemon=True)
     with contextlib.suppress(RuntimeError):
@@ -108,7 +95,6 @@ class Watchdog:
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         self._number = Watchdog.last_number = number
-        self._prefix = f"lightning_zero/{number}"
         self._watched = ref(watched)
         self._rank, self._world_size = watched.rank, watched.world_size
         self._limit_s = watched.stall_timeout_s
@@ -118,8 +104,9 @@ class Watchdog:
         self._leaving = threading.Event()
         self._store = store
         self._every_s = EVERY_S * max(1.0, self._world_size / RANKS_AT_THIS_PACE)
-        self.running_s = RunningTime(3 * self._every_s)
-        self.peers = Peers(store, self._prefix, self._rank, self._world_size, self._every_s, self.running_s)
+        self.running_s = RunningTime(max(3 * self._every_s, 1.0))
+        prefix = f"lightning_zero/{number}"
+        self.peers = Peers(store, prefix, self._rank, self._world_size, self._every_s, self.running_s)
         # Longer than the engine's own errors take, because those say more.
         self._patience_s = 1.2 * self._limit_s + 2 * self.peers.roll_call_s
         self._gone: tuple[str, float] | None = None  # who is gone, and how long this process may stand still for it
@@ -143,28 +130,20 @@ class Watchdog:
         found = [dog for dog in _LIVE if dog._world_size == world_size and not dog._left]
         return max(found, key=lambda dog: dog._number, default=None)
 
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
-
     def _run(self) -> None:
-        posted: tuple[str, str] | None = None
-        stuck = ""  # the wait whose counts are posted
-        while not self._stop.wait(self._every_s if self.peers.knows_holder else 0.1):
+        posts = self.peers.posts
+        while not self._stop.wait(self._every_s if posts.holder.beat else 0.1):
             watched = self._watched()
             if watched is None and self._gone is None:
                 break
             try:
-                if watched is not None and (watched.place, watched.waiting) != posted:
-                    posted = watched.place, watched.waiting
-                    self._store.set(self._key(self._rank), posted[0])
-                    self._store.set(f"{self._key(self._rank)}/waits", posted[1])
-                elif watched is not None and posted is not None and posted[1] not in ("", stuck):
-                    stuck = posted[1]  # it has lasted longer than a beat
-                    self._store.set(f"{self._key(self._rank)}/stuck", json.dumps([stuck, dict(watched.asked)]))
-                self.peers.answer()
+                if watched is not None:
+                    posts.write(watched.place, watched.waiting, watched.asked)
+                else:
+                    posts.write(posts.own.place)
                 self._listen()
             except Exception:  # the store is gone
-                if not self.peers.holder_left:
+                if not posts.holder.left:
                     quick = not self._notices_broken_connections and self._holder_ends()
                     self._note(self.peers.without_store(), STANDSTILL_S if quick else self._patience_s)
                 return
@@ -175,10 +154,11 @@ class Watchdog:
 
     def _holder_ends(self) -> bool:
         """Return whether rank 0's process, which holds the store, ends. Waits up to a second for that end."""
-        deadline = time.monotonic() + DYING_S
-        while not (ended := self.peers.holder_is_dead) and time.monotonic() < deadline and not self._stop.wait(0.05):
-            pass
-        return ended
+        posts, deadline = self.peers.posts, time.monotonic() + DYING_S
+        while not posts.has_ended(posts.holder):
+            if time.monotonic() > deadline or self._stop.wait(0.05):
+                return False
+        return True
 
     def _judge(self) -> None:
         """End this process when it is stuck. Runs on its own thread, because :meth:`_run` may wait for the store."""
@@ -186,18 +166,27 @@ class Watchdog:
             watched = self._watched()
             if watched is None and self._gone is None:
                 return
-            if self.running_s() - self._heard_s > self._limit_s and not self.peers.holder_left:
+            if self.running_s() - self._heard_s > self._limit_s and not self.peers.posts.holder.left:
                 self._note(self.peers.without_store(), self._patience_s)
             self._end_if_stuck(watched)
             watched = None  # else it would live through the next wait
 
     def _listen(self) -> None:
-        ended = None if self._notices_broken_connections else self.peers.ended_neighbour()
-        silent = self.peers.silent_neighbour(self._limit_s)
-        for who, limit_s in ((ended, min(STANDSTILL_S, self._limit_s)), (silent, self._patience_s)):
-            if who is not None:
-                self._note(who, limit_s)
-        if ended is None and silent is None:
+        """Judge the posts of the ranks before and after this one, and read what other ranks have found."""
+        beside = {(self._rank + step) % self._world_size for step in (1, -1)} - {self._rank}
+        seen = self.peers.posts.read({0, *beside})
+        seen = {rank: one for rank, one in seen.items() if rank in beside and not one.post.left}
+        found = self.peers.find_posted()
+        if self._notices_broken_connections:  # the engine's own error comes
+            seen, found = {rank: one._replace(has_ended=False) for rank, one in seen.items()}, False
+        gone = verdict(seen, silent_s=self._limit_s)
+        if isinstance(gone, Gone) and gone.have_ended and not found:
+            found = bool(self.peers.tell_gone(gone.sentence(seen)))
+        if found and self.peers.known is not None:
+            self._note(self.peers.known, min(STANDSTILL_S, self._limit_s))
+        elif isinstance(gone, Gone):
+            self._note(self.peers.known or gone.sentence(seen, self._limit_s), self._patience_s)
+        else:
             self._gone = None  # the rank was only slow
 
     def _note(self, who: str, limit_s: float) -> None:
@@ -226,7 +215,7 @@ class Watchdog:
                 flush=True,
             )
             sys.stdout.flush()
-        within(ANSWER_S, lambda: self.peers.tell_end(who), None)
+        within(ANSWER_S, lambda: self.peers.tell_gone(who), None)
         # An exception would end this thread alone, and no exit handler runs while training is inside a backend.
         self._end(EXIT_CODE)
 
@@ -237,12 +226,15 @@ class Watchdog:
         return self.running_s.paused_s
 
     def places_and_silent(self) -> tuple[list[str], list[int]] | None:
-        """Return what every rank is doing, and which ranks do not answer; ``None`` if the store is gone."""
+        """Return what every rank is doing, and which ranks post nothing more; ``None`` if the store is gone. Takes some
+        seconds."""
 
-        def ask() -> tuple[list[str], list[int]] | None:
-            with contextlib.suppress(Exception):  # the store is gone
-                return self.places(), self.peers.silent()
-            return None
+        def ask() -> tuple[list[str], list[int]]:
+            seen, gone = self.peers.call_roll()
+            watched = self._watched()
+            own = watched.place if watched is not None else self.peers.posts.own.place
+            places = [seen[rank].post.place if rank in seen else own for rank in range(self._world_size)]
+            return places, gone.ranks if gone is not None else []
 
         return within(2 * self.peers.roll_call_s + ANSWER_S, ask, None)
 
@@ -253,93 +245,28 @@ class Watchdog:
     def tell(self, error: BaseException) -> None:
         within(ANSWER_S, lambda: self.peers.tell(error), None)
 
-    def places(self) -> list[str]:
-        found = []
-        for rank in range(self._world_size):
-            place = "unknown: it has posted nothing"
-            watched = self._watched()
-            if watched is not None and rank == self._rank:
-                place = watched.place
-            else:
-                with contextlib.suppress(Exception):
-                    if self._store.check([self._key(rank)]):
-                        place = self._store.get(self._key(rank)).decode()
-            found.append(place)
-        return found
-
-    def all_wait(self) -> bool:
-        """Return whether all ranks still wait for what they waited for seconds ago: then no message will come."""
-
-        return self._stays(self._waits, default=[""]) is not None
-
-    def _stays(self, ask: Callable[[], list[str] | None], default: list[str] | None) -> list[str] | None:
-        """Call ``ask`` twice, seconds apart. Return the result if unchanged, else None; ``default`` if it fails."""
-
-        def twice() -> list[str] | None:
-            with contextlib.suppress(Exception):  # the store is gone
-                if (before := ask()) is not None:
-                    time.sleep(2 * self._every_s + STILL_S)
-                    return before if before == ask() else None
-                return None
-            return default
-
-        return within(2 * self._every_s + STILL_S + ANSWER_S, twice, default)
-
-    def _waits(self) -> list[str] | None:
-        """Return what every rank waits for, as posted; ``None`` if some rank does not wait."""
-        found = []
-        for rank in range(self._world_size):
-            key = f"{self._key(rank)}/waits"
-            found.append(self._store.get(key).decode() if self._store.check([key]) else "")
-        return found if all(found) else None
-
-    def waits_for_each_other(self) -> list[str] | None:
-        """Return each rank's wait, by label, if all ranks wait, and each for a message that some rank has not sent;
-        else ``None``. Checks twice, a few seconds apart."""
-        if self._rank % (1 + self._world_size // ASKING):
-            return None  # the asking ranks raise and so tell the others
-        if (waits := self._stays(self._stuck, default=None)) is None:
-            return None
-        within(ANSWER_S, lambda: self._store.set(f"{self._prefix}/nobody_comes", json.dumps(waits)), None)
-        return [wait.partition(": ")[2] for wait in waits]
-
-    def _stuck(self) -> list[str] | None:
-        """Return each rank's wait if some rank has not sent the message of each; else ``None``."""
-        if self._store.check([f"{self._prefix}/nobody_comes"]) and (watched := self._watched()) is not None:
-            told: list[str] = json.loads(self._store.get(f"{self._prefix}/nobody_comes"))
-            if told[self._rank] == watched.waiting:
-                return told  # another rank has found it, has raised, and waits no longer
-        waits = self._waits()
-        if waits is None:
-            return None
-        counts = []
-        for rank, wait in enumerate(waits):
-            key = f"{self._key(rank)}/stuck"
-            if not self._store.check([key]):
-                return None
-            found, asked = json.loads(self._store.get(key))
-            if found != wait:
-                return None
-            counts.append(asked)
-        for asked, wait in zip(counts, waits, strict=True):
-            label = wait.partition(": ")[2]
-            if all(other.get(label, 0) >= asked.get(label, 0) for other in counts):
-                return None  # all have sent it: it is on its way
-        return waits
+    def compare_waits(self, *, at_limit: bool = False) -> Gone | Stuck | None:
+        """Judge the waits of all ranks. Takes some seconds. ``at_limit``: the wait has lasted for its time limit, and
+        goes on only if some rank works. Without an answer of the store all ranks are then taken for stuck."""
+        asks = at_limit or self._rank % (1 + self._world_size // ASKING) == 0  # other ranks read what these have found
+        watched = self._watched()
+        wait = watched.waiting if watched is not None else ""
+        silence: Gone | Stuck | None = Stuck([], [], False) if at_limit else None
+        limit_s = 2 * self._every_s + STILL_S + ANSWER_S
+        return within(limit_s, lambda: self.peers.compare_waits(wait, self._limit_s, asks), silence)
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
         """Post ``place``, a point of the program. Return the other ranks that do not post it in ``timeout_s``."""
         self._meetings += 1  # so that posts of earlier meetings do not count
-        key = f"{self._prefix}/meeting {self._meetings} {place}"
+        key = f"lightning_zero/{self._number}/meeting {self._meetings} {place}"
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
         deadline = time.monotonic() + timeout_s
 
         def meet() -> None:
-            with contextlib.suppress(Exception):  # the store is gone
-                self._store.set(f"{key}/{self._rank}", "")
-                while missing and time.monotonic() < deadline:
-                    missing[:] = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
-                    time.sleep(0.02)
+            self._store.set(f"{key}/{self._rank}", "")
+            while missing and time.monotonic() < deadline:
+                missing[:] = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
+                time.sleep(0.02)
 
         within(timeout_s + ANSWER_S, meet, None)
         return list(missing)

@@ -23,10 +23,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.engine import Engine
 from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, is_local, pl
-from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.rendezvous import StartError
 from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, listed, note_job, note_raised, write_outcome
-from lightning_zero.ranks.waits import StallError
+from lightning_zero.ranks.verdict import PeerError, StallError, is_broken_connection
 from lightning_zero.trainer.not_finite import NotFinite
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks

@@ -34,7 +34,8 @@ from lightning_zero.comm.transports import (
     choose_transport,
 )
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, Ranks, by_part, over_nodes, rounds_of
-from lightning_zero.ranks.waits import StallError, Waits
+from lightning_zero.ranks.verdict import StallError
+from lightning_zero.ranks.waits import Waits
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
 

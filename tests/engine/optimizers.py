@@ -238,13 +238,17 @@ class Counting(_Toy):
 
 
 class Slow(Optimizer):
-    """Wraps another optimizer, whose groups and state are its own, and follows it slowly."""
+    """Wraps another optimizer, whose groups and state are its own, and follows it slowly. As the wrappers of several
+    packages it does not call the constructor of Optimizer, which sets hooks."""
 
     def __init__(self, params: Any) -> None:
         self.fast = SignDescent(params)
-        self.__dict__.update({name: value for name, value in vars(self.fast).items() if name != "fast"})
+        self.param_groups, self.state, self.defaults = self.fast.param_groups, self.fast.state, self.fast.defaults
         for group in self.param_groups:
             group["count"] = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.fast.zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -17,7 +17,7 @@ import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.comm.agreements import ApartError
 from lightning_zero.ranks import waits
-from lightning_zero.ranks.waits import StallError
+from lightning_zero.ranks.verdict import StallError
 from tests.engine.sides import Sharded
 from tests.engine.support import places_posted_often
 from tests.engine.works import language_work, tokens

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 import lightning_zero
 from lightning_zero.comm.agreements import ApartError
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.ranks.waits import StallError
+from lightning_zero.ranks.verdict import StallError
 from tests.engine.sides import Sharded, Twin, step_and_clear
 from tests.engine.support import STAGES, assert_equal, assert_same
 from tests.engine.test_hierarchy import history

@@ -28,7 +28,7 @@ from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import sent_by
 from lightning_zero.planning.topology import over_nodes
-from lightning_zero.ranks.waits import StallError
+from lightning_zero.ranks.verdict import StallError
 from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, Stage, allowed_rows, make_config
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 from tests.engine.sides import Sharded, Work, step_and_clear

@@ -25,7 +25,7 @@ from lightning_zero.comm.agreements import ApartError
 from lightning_zero.comm.transports import Sent
 from lightning_zero.engine import engine_of, engines
 from lightning_zero.engine.passes import passes
-from lightning_zero.ranks.waits import StallError
+from lightning_zero.ranks.verdict import StallError
 from lightning_zero.settings import ConfigError
 from tests.engine.sides import Sharded, Side, Twin, sgd, step_and_clear, with_twin
 from tests.engine.support import assert_equal, assert_same, check, places_posted_often

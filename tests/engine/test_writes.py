@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -431,6 +432,22 @@ def test_writes_that_differ_are_refused_before_values_are_saved(how: str, stage:
             weight.fill_(float(dist.get_rank()))
         with pytest.raises(RuntimeError, match=r"head\.weight: written to"):
             side.engine.state_dict()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("writer", [0, 1])
+def test_what_one_rank_writes_inside_gather_is_refused_whoever_owns_the_shard(writer: int) -> None:
+    """A rank keeps its own shard only, so that the writes of others to it would be lost without a word."""
+    for stage in (2, 3):
+        with Sharded(Model(), stage=stage) as side:
+            for name, param in side.module.named_parameters():
+                with (
+                    pytest.raises(RuntimeError, match=rf"^{re.escape(name)}: written to inside gather\(\), with other"),
+                    lightning_zero.gather(side.module),
+                ):
+                    if dist.get_rank() == writer:
+                        param.data[-1:].mul_(0.5).add_(0.25)
+            language_work(side, 0)
 
 
 @on_ranks(2)

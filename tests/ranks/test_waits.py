@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from lightning_zero.comm.agreements import ApartError, barrier, broadcast_object, open_waits, together
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.ranks import peers, watchdog
-from lightning_zero.ranks.waits import StallError, Waits
+from lightning_zero.ranks import verdict
+from lightning_zero.ranks.verdict import StallError
+from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks, run
@@ -74,7 +75,7 @@ def test_a_job_that_was_suspended_goes_on() -> None:
 
 @contextmanager
 def quick() -> Iterator[None]:
-    still, roll_call = mock.patch.object(watchdog, "STILL_S", 0.1), mock.patch.object(peers, "ROLL_CALL_S", 0.3)
+    still, roll_call = mock.patch.object(verdict, "STILL_S", 0.1), mock.patch.object(verdict, "ROLL_CALL_S", 0.3)
     with places_posted_often(), still, roll_call:
         yield
 
@@ -188,10 +189,10 @@ def test_ranks_at_different_places_hear_so_at_once() -> None:
 
 
 def test_the_error_of_another_rank_is_not_hidden_behind_frames_of_this_one() -> None:
-    with pytest.raises(peers.PeerError) as caught:
+    with pytest.raises(verdict.PeerError) as caught:
         try:
-            raise peers.PeerError("rank 1 has ended")
-        except peers.PeerError as error:
+            raise verdict.PeerError("rank 1 has ended")
+        except verdict.PeerError as error:
             deep = error.__traceback__
             Waits(None, stall_timeout_s=1.0).explain(error)
             raise

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,9 +17,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.ranks import peers as peers_module
+from lightning_zero.ranks import posts, verdict
 from lightning_zero.ranks import watchdog as module
-from lightning_zero.ranks.peers import is_alive
+from lightning_zero.ranks.posts import is_alive
 from lightning_zero.ranks.watchdog import EXIT_CODE, Watchdog
 from tests.harness import ROOT, free_port, run_command
 
@@ -71,7 +73,7 @@ class Side:
 
     def __init__(self, store: Any, rank: int, world_size: int, limit_s: float, hears: bool) -> None:
         self.rank, self.world_size, self.stall_timeout_s = rank, world_size, limit_s
-        self.place, self.issued, self.waiting = f"place of {rank}", 0, ""
+        self.place, self.issued, self.waiting, self.asked = f"place of {rank}", 0, "", Counter[str]()
         self.ended: list[int] = []
         self._go = threading.Event()
         self._made = threading.Event()
@@ -103,7 +105,7 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Side]]
     monkeypatch.setattr(module, "EVERY_S", 0.05)
     monkeypatch.setattr(module, "STANDSTILL_S", 0.5)
     monkeypatch.setattr(module, "ANSWER_S", 0.5)
-    monkeypatch.setattr(peers_module, "ROLL_CALL_S", 0.2)
+    monkeypatch.setattr(verdict, "ROLL_CALL_S", 0.2)
     made: list[Side] = []
 
     def make(world: int, limit_s: float = 30.0, hears: bool = False) -> list[Side]:
@@ -130,10 +132,8 @@ def die(ranks: list[Side], rank: int) -> int:
     while is_alive(child.pid):
         time.sleep(0.01)
     side.dog._stop.set()
-    text = f'{{"host": "here", "pid": {child.pid}, "machine": "{peers_module.machine()}"}}'
-    side.dog._store.set(side.dog.peers._key(f"who/{side.rank}"), text)
-    for other in ranks:
-        other.dog.peers._neighbours.clear()
+    side.dog.peers.posts.own = replace(side.dog.peers.posts.own, host="here", pid=child.pid)
+    side.dog.peers.posts.write(side.place)
     child.wait()
     return child.pid
 
@@ -187,7 +187,8 @@ def test_a_rank_that_has_forgotten_its_engine_is_not_missed(sides: Sides) -> Non
 def test_at_a_clean_end_nothing_is_said(sides: Sides, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = sides(2)
     ranks[1].dog.leave()  # at exit; rank 0, which holds the store, came there first
-    ranks[1].dog._store = ranks[1].dog.peers._store = None  # what is asked raises
+    peers = ranks[1].dog.peers
+    ranks[1].dog._store = peers._store = peers.posts._store = None  # what is asked raises
     die(ranks, 0)
     assert not seen_within(LONG_S, lambda: bool(ranks[1].ended))
     assert capfd.readouterr().err == ""
@@ -208,7 +209,7 @@ def test_a_rank_of_another_machine_is_missed_after_the_timeout(
     hears: bool, sides: Sides, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     names = iter(range(10))
-    monkeypatch.setattr(peers_module, "machine", lambda: f"machine {next(names)}")
+    monkeypatch.setattr(posts, "machine", lambda: f"machine {next(names)}")
     ranks = sides(3, limit_s=1.0, hears=hears)
     assert not seen_within(LONG_S, lambda: any(side.ended for side in ranks))  # all stand still, and all are there
     ranks[1].dog._stop.set()
@@ -221,11 +222,11 @@ def test_a_rank_of_another_machine_is_missed_after_the_timeout(
 
 def test_a_slow_rank_is_taken_back(sides: Sides) -> None:
     ranks = sides(2, limit_s=1.0)
-    store = ranks[1].dog.peers._store
-    ranks[1].dog.peers._store = mock.Mock(wraps=store, set=lambda *_: None)  # swallows what is written
+    store = ranks[1].dog._store
+    ranks[1].dog.peers.posts._store = mock.Mock(wraps=store, set=lambda *_: None)  # swallows what is written
     assert seen_within(5, lambda: ranks[0].dog._gone is not None)
     ranks[0].issued += 1
-    ranks[1].dog.peers._store = store
+    ranks[1].dog.peers.posts._store = store
     assert seen_within(1, lambda: ranks[0].dog._gone is None)
     assert not seen_within(LONG_S, lambda: bool(ranks[0].ended))
 
@@ -233,10 +234,11 @@ def test_a_slow_rank_is_taken_back(sides: Sides) -> None:
 @contextmanager
 def cut_off(dog: Watchdog) -> Iterator[None]:
     """Its store is behind a network that is cut: it neither answers nor fails."""
-    assert seen_within(2, lambda: dog.peers.knows_holder)
+    assert seen_within(2, lambda: dog.peers.posts.holder.beat > 0)
     network = threading.Event()
-    answers = dict.fromkeys(("get", "set", "check", "compare_set"), lambda *_: network.wait(FOREVER_S))
-    dog._store = dog.peers._store = SimpleNamespace(**answers)
+    calls = ("get", "multi_get", "set", "check", "compare_set")
+    answers = dict.fromkeys(calls, lambda *_: network.wait(FOREVER_S))
+    dog._store = dog.peers._store = dog.peers.posts._store = SimpleNamespace(**answers)
     try:
         yield
     finally:

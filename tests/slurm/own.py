@@ -34,13 +34,17 @@ class Regression(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+def loader() -> torch.utils.data.DataLoader[dict[str, torch.Tensor]]:
+    data = [{"x": row, "y": row.sum(0, keepdim=True)} for row in torch.randn(64, 8)]
+    return torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)  # type: ignore[arg-type]  # 8 steps an epoch
+
+
 if __name__ == "__main__":
     L.seed_everything(1)
-    x = torch.randn(64, 8)
-    data = [{"x": row, "y": row.sum(0, keepdim=True)} for row in x]
+    data = loader()
     trainer = L.Trainer(
         strategy="zero3", accelerator="cpu", num_nodes=2, devices=1, max_epochs=3, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
-    trainer.fit(Regression(), torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))  # 8 steps an epoch
+    trainer.fit(Regression(), data)
     trainer.print(f"ended after step {trainer.global_step}")

@@ -133,17 +133,17 @@ def start_requeued() -> None:
             subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], capture_output=True, timeout=30)
 
 
-def ended(folder: Path, job: str, within_s: float = 240) -> Job:
+def ended(folder: Path, job: str, within_s: float = 240, log: str = "outputs/train/slurm-{}.log") -> Job:
     """Wait for the end of a job, through its requeues."""
     deadline = time.monotonic() + within_s
+    file = folder / log.format(job)
     while (known := shown(job))["JobState"] not in ENDED:
-        log = folder / f"outputs/train/slurm-{job}.log"
-        assert time.monotonic() < deadline, f"{known}\n{log.read_text() if log.exists() else ''}"
+        assert time.monotonic() < deadline, f"{known}\n{file.read_text() if file.exists() else ''}"
         start_requeued()
         time.sleep(0.5)
-    run = folder / f"outputs/train/slurm-{job}"
-    log = run.with_suffix(".log").read_text()
-    return Job(job, run, log, known["JobState"], int(known["Restarts"]), known["ExitCode"])
+    return Job(
+        job, file.with_suffix(""), file.read_text(), known["JobState"], int(known["Restarts"]), known["ExitCode"]
+    )
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["2x1", "2x2"])
@@ -290,6 +290,43 @@ def test_a_script_of_ones_own_that_fails_on_all_ranks_does_not_come_back(tmp_pat
     job = own_job(tmp_path, "fail")
     assert (job.state, job.restarts) == ("FAILED", 0), job.log
     assert "mat1 and mat2 shapes cannot be multiplied" in job.log
+
+
+TRAIN = """
+import os, sys
+from lightning.pytorch import Trainer, seed_everything
+from tests.slurm.own import Regression, loader
+
+sys.argv.append("signal")
+seed_everything(1)
+TRAINER
+trainer.fit(Regression(), loader())
+trainer.print(f"ended after step {trainer.global_step}")
+"""
+
+
+def test_the_batch_script_of_the_guide(tmp_path: Path) -> None:
+    """With fewer tasks, and without GPUs, which this machine lacks."""
+    guide = (ROOT / "docs" / "cluster.md").read_text()
+    (script,) = re.findall(r"```sh\n(#!.*?)```", guide, re.DOTALL)
+    (trainer,) = re.findall(r"```python\n(trainer = [^`]*num_nodes.*?)```", guide, re.DOTALL)
+    smaller = {"--nodes=4": "--nodes=2", "--gpus-per-node=8": "--partition=lab", "per-node=8": "per-node=1"}
+    for given, here in (smaller | {"task=12": "task=1", "24:00:00": "00:10:00"}).items():
+        assert given in script
+        script = script.replace(given, here, 1)
+    assert "devices=8," in trainer
+    quiet = 'devices=1, accelerator="cpu", max_epochs=3, logger=False, enable_progress_bar=False,'
+    (tmp_path / "train.py").write_text(TRAIN.replace("TRAINER", trainer.replace("devices=8,", quiet)))
+    (tmp_path / "job.sh").write_text(script)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
+    done = subprocess.run(["sbatch", "--parsable", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    job = ended(tmp_path, done.stdout.strip(), log="train-{}.log")
+    assert (job.state, job.restarts) == ("COMPLETED", 1), job.log
+    assert "ranks: 2 of 2 on " in job.log and "ended after step 24" in job.log
+    assert len(losses_of(job)) == 2 * 24  # the second start goes on after the step of the signal
+    assert list((tmp_path / "runs" / job.id).glob("hpc_ckpt_*.ckpt"))
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------

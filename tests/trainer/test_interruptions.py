@@ -29,8 +29,8 @@ from torch import Tensor
 from lightning_zero.app.jobs import decided
 from lightning_zero.checkpoint.archive import Skeleton
 from lightning_zero.ranks import resume
-from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.resume import OUTCOME_VARIABLE, RUN_DIR_VARIABLE
+from lightning_zero.ranks.verdict import PeerError
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
 from lightning_zero.trainer.saves import job_checkpoints

@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.ranks.waits import StallError
+from lightning_zero.ranks.verdict import StallError
 from lightning_zero.settings import ConfigError
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks

@@ -28,7 +28,7 @@ from lightning_zero.comm.agreements import broadcast_object, collect_objects, ga
 from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.master_storage import FileStorage, FlatSlice, MasterStorage, opened
 from lightning_zero.engine.units.param import strides_of
-from lightning_zero.ranks.peers import machine
+from lightning_zero.ranks.posts import machine
 from lightning_zero.ranks.progress import SILENT, Count, LongWork
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError

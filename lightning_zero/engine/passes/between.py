@@ -40,7 +40,7 @@ from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning.memory import reason_not_to_fit
-from lightning_zero.ranks.peers import machine
+from lightning_zero.ranks.posts import machine
 from lightning_zero.tiers.limits import available_host_memory
 
 

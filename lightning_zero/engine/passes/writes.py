@@ -27,7 +27,7 @@ from lightning_zero.engine.units.param import ParamInfo, give_own_memory, values
 from lightning_zero.engine.units.param_store import placeholders
 from lightning_zero.mesh.split import Split
 
-CHUNK = 1 << 20  # elements per step of a checksum
+CHUNK = 1 << 14  # elements per step of a checksum on a CPU, whose cache holds them; 64 times as many on a device
 SMALL_NBYTES = 1 << 22  # of buffers that are compared in every step
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -50,16 +50,25 @@ def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = Non
         flat = torch.view_as_real(flat).reshape(-1)
         first *= 2
     # Each value's bits times an odd number for its place, so that no bit is lost.
-    odd = torch.arange(1, 2 * min(CHUNK, flat.numel()) + 1, 2, device=flat.device)
+    on_cpu = flat.device.type == "cpu"
+    chunk = min(CHUNK if on_cpu else 64 * CHUNK, flat.numel())
+    odd = torch.arange(1, 2 * chunk + 1, 2, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), CHUNK):
-        bits = flat[start : start + CHUNK].view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    for start in range(0, flat.numel(), chunk or 1):
+        bits = flat[start : start + chunk].view(_INTEGERS[flat.element_size()]).to(torch.int64)
+        odds = odd[: bits.numel()]
         if split is not None:
-            places = split.positions(first + start, first + start + bits.numel(), bits.device)
-            total += (bits * (2 * places + 1)).sum()
-            continue
-        total += (bits * odd[: bits.numel()]).sum() + bits.sum() * (2 * (first + start))
+            odds = 2 * split.positions(first + start, first + start + bits.numel(), bits.device) + 1
+        # On a GPU torch.dot takes no integers.
+        total += torch.dot(bits, odds) if on_cpu else (bits * odds).sum()
+        if split is None:
+            total += bits.sum() * (2 * (first + start))
     return total
+
+
+def checksum_of_buffer(buffer: Tensor) -> int:
+    """Return the checksum of a whole flat ``buffer``, of a multiple of eight bytes: faster than :func:`checksum`."""
+    return checksum(buffer.detach().view(torch.int64))
 
 
 def unequal_error(names: Iterable[str], what: str, also: str = "") -> RuntimeError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from weakref import ref
@@ -40,6 +40,7 @@ from lightning_zero.optimizers.known import (
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, narrow_states
 from lightning_zero.optimizers.probe import check_declared
 from lightning_zero.optimizers.refused import check_narrow_groups
+from lightning_zero.optimizers.side_effects import HOOKS
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, leaves_of
 from lightning_zero.optimizers.trial import step_of
 from lightning_zero.planning.buckets import BucketPlan
@@ -52,6 +53,8 @@ class Stepper(ABC):
     """Makes a user's `optimizer.step` step the shards of an engine. A subclass steps slices, another whole tensors."""
 
     def __init__(self, optimizer: Optimizer, around: AroundStep) -> None:
+        for name in HOOKS:  # a wrapper may not have called Optimizer.__init__
+            vars(optimizer).setdefault(name, OrderedDict())
         self.optimizer = optimizer
         self._around = around
 

@@ -27,7 +27,7 @@ from lightning_zero.planning.buckets import BucketPlan, Role, place
 from lightning_zero.planning.memory import Moment
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Budgets, Tier, default_budgets, split_by_budget
 from lightning_zero.planning.topology import Ranks, is_even, over_nodes
-from lightning_zero.ranks.peers import machine
+from lightning_zero.ranks.posts import machine
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError, HybridShard, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.tiers.host import HostTier

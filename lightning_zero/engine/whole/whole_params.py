@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from lightning_zero.engine.build import Core
 from lightning_zero.engine.host_copy import HostCopy, nbytes_of
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
-from lightning_zero.engine.passes.writes import refuse_unequal
+from lightning_zero.engine.passes.writes import checksum_of_buffer, refuse_unequal
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, values_changed
 from lightning_zero.optimizers.state_trees import same_bits
 from lightning_zero.planning.memory import on_the_way_nbytes, reason_not_to_fit
-from lightning_zero.ranks.peers import machine
+from lightning_zero.ranks.posts import machine
 from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.limits import available_host_memory
 
@@ -166,7 +166,7 @@ def _write_back(engine: Core, shown: dict[Bucket, _Full], from_rank: int | None)
     copies nothing, if written values differ."""
     changed = {bucket: _take_written(bucket, full, from_rank) for bucket, full in shown.items()}
     if from_rank is None:
-        _compare(engine, shown, changed)
+        _compare(engine, shown)
     for bucket, (full, full_grad) in shown.items():
         values_changed_here, grads_changed_here = changed[bucket]
         if values_changed_here and not bucket.plan.trainable:
@@ -202,8 +202,9 @@ def _take_written(bucket: Bucket, shown: _Full, from_rank: int | None) -> tuple[
     return changed, not same_bits(grad, full_grad[own].to(grad.device))
 
 
-def _compare(engine: Core, shown: dict[Bucket, _Full], changed: dict[Bucket, tuple[bool, bool]]) -> None:
-    """Raise RuntimeError on all ranks if what some rank has written is not the same on all. Collective."""
+def _compare(engine: Core, shown: dict[Bucket, _Full]) -> None:
+    """Raise RuntimeError on all ranks if values are not the same on all: also those that a rank has written to another
+    rank's shard would be lost. Collective."""
     # Where each rank has all masters, ranks may have values of their own, as under DDP.
     buckets = [bucket for bucket in shown if bucket.plan.shards_master and bucket.comm.shard.size > 1]
     if not buckets:
@@ -211,12 +212,14 @@ def _compare(engine: Core, shown: dict[Bucket, _Full], changed: dict[Bucket, tup
     what = "gather(), whose end all ranks must reach"
     if engine.passes.key is not None:
         engine.passes.meet(what)
-    table = engine.comm.gather_checked([changed[bucket] for bucket in buckets], what, patient=True)
+    sums = [[0 if full is None else checksum_of_buffer(full) for full in shown[bucket]] for bucket in buckets]
+    table = engine.comm.gather_checked(sums, what, patient=True)
+    groups = engine.comm.ranks.topology.same_params
     written = [
         (Place(bucket, info), bucket.part_of(values, info))
         for number, bucket in enumerate(buckets)
         for kind, values in enumerate(shown[bucket])
-        if values is not None and any(row[number][kind] for row in table)
+        if values is not None and any(len({table[rank][number][kind] for rank in ranks}) > 1 for ranks in groups)
         for info in bucket.params
     ]
     refuse_unequal(engine.comm, written, "inside gather()")

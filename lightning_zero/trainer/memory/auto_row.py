@@ -29,7 +29,7 @@ from lightning_zero.planning.fit import Machine, Model
 from lightning_zero.planning.memory import ADAM_STATES, Limits
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES
 from lightning_zero.planning.tensor_states import TensorStates
-from lightning_zero.ranks.peers import machine
+from lightning_zero.ranks.posts import machine
 from lightning_zero.settings import (
     ConfigError,
     Offload,

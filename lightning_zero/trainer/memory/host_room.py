@@ -13,7 +13,7 @@ from lightning_zero.engine.units.describe import describe_units
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.fit import Machine, plan_row
 from lightning_zero.planning.placement import Tier
-from lightning_zero.ranks.peers import machine
+from lightning_zero.ranks.posts import machine
 from lightning_zero.settings import ConfigError, Offload, ZeroConfig
 from lightning_zero.tiers.limits import available_host_memory, free_swap
 from lightning_zero.trainer.memory.auto_row import planned_model

@@ -42,8 +42,7 @@ from lightning_zero.lightning_api import (
     rank_zero_info,
 )
 from lightning_zero.planning.choose import human_bytes
-from lightning_zero.ranks.peers import PeerError
-from lightning_zero.ranks.waits import StallError
+from lightning_zero.ranks.verdict import PeerError, StallError
 from lightning_zero.settings import CheckpointFormat
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.trainer.callbacks import averaging
