@@ -101,7 +101,7 @@ def leave_at_once(self: Any) -> None:
 
 
 def take_inputs_at_once(self: Any, kept: Any) -> Tensor:
-    self.bring()
+    self.start_return()
     tensor, kept.device = kept.device, None
     return tensor  # type: ignore[no-any-return]
 
