@@ -138,7 +138,7 @@ def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) 
     from lightning_zero.data.text import TextData
 
     n = config.zero.sequence_parallel
-    ranks = Ranks.of(0, flat(world_size), config.zero)
+    ranks = Ranks.locate(0, flat(world_size), config.zero)
     if config.data.get("_target_") not in OUR_DATA:
         return
     block_size = config.data["block_size"]

@@ -207,7 +207,7 @@ def activations_line(model: Model, described: Described) -> str:
     """Return a line that says how many bytes of activations the peaks include, or why they include none."""
     if model.activations is None:
         return f"Activations are not counted{f': {described.why_not}' if described.why_not else ''}."
-    found = model.activations.of(model.samples or model.activations.sizes[0])
+    found = model.activations.interpolate(model.samples or model.activations.sizes[0])
     most = max(found.peak(backward=False), found.peak(backward=True))
     other = ""
     if described.other is not None:

@@ -48,7 +48,7 @@ def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: 
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Gather as :func:`gather_objects` does, but over ``group`` itself. Its backend must be on the host. Collective."""
+    """Gather as :func:`gather_objects` does, over ``group`` itself, whose backend must be on the host. Collective."""
     if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:
@@ -77,6 +77,15 @@ def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool 
         if refusal is not None:
             raise TypeError(f"{what}, rank {rank}: {refusal}")
     return [value for _, value, _ in found]
+
+
+def gather_if_unequal(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
+    """Return None if ``value`` has one ``repr`` on all ranks, else each rank's value. Blocks. Collective."""
+    # Compare all digests, not only this rank's with rank 0's: all ranks must decide alike on the second message.
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    if len(set(gather_objects(group, digest, waits, f"whether {what} are the same on all ranks"))) == 1:
+        return None
+    return gather_objects(group, value, waits, f"where {what} differ between ranks")
 
 
 def _row(value: Any) -> Tensor:

@@ -1,7 +1,8 @@
 """Runs collectives on whole buckets, in one order on all ranks, and counts them.
 
-The engine asks for *logical* operations: ``all_gather``, ``reduce_scatter``, ``all_reduce`` (both, so that all stages
-add in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` sends them as messages.
+The engine asks for *logical* operations: ``all_gather``, ``reduce`` (a reduce-scatter or, with ``whole``, an all-reduce
+that adds in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` sends messages
+for each.
 
 Shards are divided among all ranks or among those of a node (``planning/topology.py``). In the second case another
 message sums a reduced shard over the nodes; in the first, exchanged gradients are summed in two levels. Agreements
@@ -81,7 +82,7 @@ class Communicator:
         """Take process groups from the pool of groups for reuse, or make new ones. Collective.
 
         Args:
-            beside: a communicator of the same engine, whose streams and counts this one shares; see :meth:`over`.
+            beside: a communicator of the same engine, whose streams and counts this one shares; see :meth:`with_ranks`.
             ranks: default: one node, shards divided among all ranks.
             waits: this rank's :class:`Waits`, if it has one already; None: make one.
             long_work: shows the progress of long work between ranks.
@@ -89,12 +90,12 @@ class Communicator:
         self.device = device
         self._parent = group
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
-        ranks = ranks if ranks is not None else Ranks.of(self.waits.rank, flat(self.waits.world_size))
+        ranks = ranks if ranks is not None else Ranks.locate(self.waits.rank, flat(self.waits.world_size))
         self.rank, self.world_size, self.ranks = ranks.rank, ranks.world_size, ranks
         self.shard, self.replicate = ranks.shard, ranks.replicate
         self.waits.all_take_part = ranks.shard.size == ranks.world_size and not (ranks.node.size or ranks.sum.size)
         self.streams: Streams = beside.streams if beside is not None else Streams(accelerator_of(device))
-        self._new = partial(Pending, self.streams, self.waits)  # a handle of an operation
+        self._handle = partial(Pending, self.streams, self.waits)  # a handle of an operation
         self.queues = self.streams.are_there
         self.long_work = long_work
         # Logical operations by kind and bucket, and functions that are called with these when one is issued.
@@ -110,7 +111,7 @@ class Communicator:
             self._kind = GroupKind(ranks.topology, backend, self.queues, self.even_alone, self.waits.stall_timeout_s)
             self._groups = GROUP_POOL.take_groups(group, self, ranks, self._kind, self.waits)
 
-    def over(self, ranks: Ranks) -> Communicator:
+    def with_ranks(self, ranks: Ranks) -> Communicator:
         """Return a communicator of the same ranks for buckets with another topology. Collective if that is new. Only
         gathers and reductions differ: agreements and small messages still go over all ranks."""
         if ranks.topology not in self._beside:
@@ -140,11 +141,11 @@ class Communicator:
                     fulls = [(self._zeros(*one), _FIRST) for one in gathered]
                     self.all_gather_together(fulls, of_node=of_node).wait()
             for one in unit:
-                reduce = self.reduce_scatter if one.sharded else self.all_reduce
+                reduce = partial(self.reduce, label=_FIRST, whole=not one.sharded)
                 if one.reduced is not None:
-                    reduce(self._zeros(one.numel, one.reduced), _FIRST).finish()
+                    reduce(self._zeros(one.numel, one.reduced)).finish()
                 if one.exchanged is not None and self.exchanges:
-                    reduce(self._zeros(one.numel, one.exchanged), _FIRST, total_dtype=one.reduced).finish()
+                    reduce(self._zeros(one.numel, one.exchanged), total_dtype=one.reduced).finish()
         self.streams.accelerator.release_cached()
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -159,7 +160,7 @@ class Communicator:
 
     def all_gather(self, full: Tensor, label: str, *, of_node: bool = False) -> Pending:
         """Fill ``full`` [shard.size * n] with every rank's slice, in place; this rank's is filled already. Collective.
-        With ``of_node``, gather the slices of this node's ranks instead, [node.size * n]. All nodes must do so."""
+        With ``of_node``, gather the slices of this node's ranks instead, [node.size * n], which all nodes must do."""
         self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
@@ -169,21 +170,59 @@ class Communicator:
             self._count("all_gather", label, full, of_node=of_node)
         return self._gather(*fulls[0], "node_gather" if of_node else "gather", together=[full for full, _ in fulls])
 
-    def reduce_scatter(
-        self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
+    def reduce(
+        self,
+        full: Tensor,
+        label: str,
+        *,
+        whole: bool = False,
+        factor: float = 1.0,
+        total_dtype: torch.dtype | None = None,
     ) -> Reduction:
-        """Sum ``full`` [shard.size * n] over all ranks, times ``factor``; return this rank's slice [n]. Collective.
-        Overwrites ``full``. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends narrower parts and adds them
-        in this dtype, in an order that does not depend on the dtype of the parts."""
-        self._count("reduce_scatter", label, full, total_dtype)
-        return self._reduce(full, label, factor, total_dtype)
+        """Sum ``full`` [shard.size * n] over all ranks, times ``factor``. Collective. Overwrites ``full``.
 
-    def all_reduce(
-        self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
-    ) -> Reduction:
-        """Sum ``full`` over ranks. In place if ``total_dtype`` is its dtype. See :meth:`reduce_scatter`. Collective."""
-        self._count("all_reduce", label, full, total_dtype)
-        return self._reduce(full, label, factor, total_dtype, whole=True)
+        The result is this rank's slice of the sum [n] or, with ``whole``, all of the sum, in the memory of ``full`` if
+        dtypes are equal. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends narrower parts, and each rank
+        adds them up in this dtype, in an order that does not depend on the dtype of the parts.
+
+        With streams this method also issues the messages that follow the sum over the ranks that share shards: a sum
+        over nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait for the first sum,
+        so all ranks issue all messages in the order of reductions.
+        """
+        self._count("all_reduce" if whole else "reduce_scatter", label, full, total_dtype)
+        in_levels = total_dtype is not None and self.ranks.sum.size > 0
+        if self._groups is None:
+            same = lambda: full if factor == 1.0 else full.mul_(factor)  # noqa: E731
+            return Reduction(self._handle(label, [], same, kind="reduce"))
+        with self.streams.on("reduce") as stream:
+            span = recording.begin("reduce", label, on_host=not self.queues)
+            works: list[Any] = []
+            total: Callable[[], Tensor] = lambda: full  # noqa: E731
+            if in_levels:
+                works, total = self._sum_in_node(full, total_dtype)
+            elif self._groups.reduce is not None:
+                works, total = self._transport.reduce(
+                    full, self._members("reduce"), in_place=whole, total_dtype=total_dtype
+                )
+
+            def finish() -> Tensor:
+                shard = total() if factor == 1.0 else total().mul_(factor)
+                # Without streams the next messages need a complete first sum. Issued now, the host would wait for it.
+                return self._rest_in_stream(shard, full, in_levels, whole) if self.queues else shard
+
+            # The reduce stream reads ``full``, which lies in compute's pool. Freed now, compute would overwrite it.
+            # :meth:`Pending.wait` frees it.
+            first = self._pending("reduce", label, works, finish, stream, span, keep=full)
+        if self.queues:
+            return Reduction(first)
+        later: list[Callable[[Tensor], Pending]] = []
+        if in_levels:
+            later.append(lambda sums: self._handle(label, *self._sum_nodes(sums), kind="reduce"))
+        if self._groups.replicate is not None:
+            later.append(partial(self._sum_replicas, label))
+        if whole:  # the sum is complete then, so nothing reads the old contents of ``full`` any more
+            later.append(lambda shard: self._gather(self._spread(shard, full), label, "second_half"))
+        return Reduction(first, *later)
 
     def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
         """Copy ``shard`` to this rank's slice of ``full``, or of a new buffer if dtypes differ; return that."""
@@ -252,15 +291,13 @@ class Communicator:
         data = (tensor.cpu() if host else tensor).contiguous()
         flat_bytes = data.view(-1).view(torch.uint8)  # backends do not support every integer type
         replica, place = self.ranks.topology.place_of(src)
-        if self._groups.replicate is not None and self.shard.index == place:
-            self._wait_broadcast(flat_bytes, replica, self._groups.replicate, "reduce")
-        if (shards := getattr(self._groups, among)) is not None:
-            self._wait_broadcast(flat_bytes, place, shards, among)
+        replicas = self._groups.replicate if self.shard.index == place else None
+        for group, root, kind in ((replicas, replica, "reduce"), (getattr(self._groups, among), place, among)):
+            if group is not None:
+                send = partial(dist.broadcast, flat_bytes, group_src=root, group=group)
+                self._run(send, flat_bytes, kind, "values of rank 0")
         if data is not tensor:
             tensor.copy_(data)
-
-    def _wait_broadcast(self, tensor: Tensor, src: int, group: Any, among: str) -> None:
-        self._run(partial(dist.broadcast, tensor, group_src=src, group=group), tensor, among, "values of rank 0")
 
     def _run(self, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
         """Call ``send`` on the stream of ``kind``, and wait for ``tensor``: the host for host memory, else a stream."""
@@ -321,7 +358,7 @@ class Communicator:
         """Issue the gather of ``full``, or of all tensors ``together``, of which ``full`` is the first."""
         if self._groups is None or self._groups.gather is None:
             # The current stream may still be copying the bytes.
-            return self._new(label, [], lambda: full, kind="transfer", event=self.streams.mark())
+            return self._handle(label, [], lambda: full, kind="transfer", event=self.streams.mark())
         # Counted apart from its all-reduce: see [Note: what resume may trust].
         self._groups.issued["second_half"] += group == "second_half"
         kind = "reduce" if group == "second_half" else "gather"
@@ -335,46 +372,6 @@ class Communicator:
         of_node = {"node_gather": self.ranks.node, "node_sum": self.ranks.sum, "across": self.ranks.across}
         ranks = of_node.get(group, self.shard)
         return Members(ranks.index, ranks.size, getattr(self._groups, group))
-
-    def _reduce(
-        self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
-    ) -> Reduction:
-        """Issue the sum over the ranks that share shards and, with streams, also the messages that follow it. Those
-        messages are a sum over nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait
-        for the first sum, so all ranks issue all messages in the order of reductions."""
-        in_levels = total_dtype is not None and self.ranks.sum.size > 0
-        if self._groups is None:
-            same = lambda: full if factor == 1.0 else full.mul_(factor)  # noqa: E731
-            return Reduction(self._new(label, [], same, kind="reduce"))
-        with self.streams.on("reduce") as stream:
-            span = recording.begin("reduce", label, on_host=not self.queues)
-            works: list[Any] = []
-            total: Callable[[], Tensor] = lambda: full  # noqa: E731
-            if in_levels:
-                works, total = self._sum_in_node(full, total_dtype)
-            elif self._groups.reduce is not None:
-                works, total = self._transport.reduce(
-                    full, self._members("reduce"), in_place=whole, total_dtype=total_dtype
-                )
-
-            def finish() -> Tensor:
-                shard = total() if factor == 1.0 else total().mul_(factor)
-                # Without streams the next messages need a complete first sum. Issued now, the host would wait for it.
-                return self._rest_in_stream(shard, full, in_levels, whole) if self.queues else shard
-
-            # The reduce stream reads ``full``, which lies in compute's pool. Freed now, compute would overwrite it.
-            # :meth:`Pending.wait` frees it.
-            first = self._pending("reduce", label, works, finish, stream, span, keep=full)
-        if self.queues:
-            return Reduction(first)
-        later: list[Callable[[Tensor], Pending]] = []
-        if in_levels:
-            later.append(lambda sums: self._new(label, *self._sum_nodes(sums), kind="reduce"))
-        if self._groups.replicate is not None:
-            later.append(partial(self._sum_replicas, label))
-        if whole:  # the sum is complete then, so nothing reads the old contents of ``full`` any more
-            later.append(lambda shard: self._gather(self._spread(shard, full), label, "second_half"))
-        return Reduction(first, *later)
 
     def _sum_in_node(self, full: Tensor, total_dtype: torch.dtype | None) -> Sent:
         """Sum ``full`` over the ranks of this node that share shards, by a message for the slices of each node. The
@@ -420,7 +417,7 @@ class Communicator:
 
     def _sum_replicas(self, label: str, shard: Tensor) -> Pending:
         data = shard.cpu()  # no copy if on the host
-        return self._new(label, [self._issue_sum(data)], lambda: data.to(shard.device), kind="reduce")
+        return self._handle(label, [self._issue_sum(data)], lambda: data.to(shard.device), kind="reduce")
 
     def _issue_sum(self, shard: Tensor, *, async_op: bool = True) -> Any:
         assert self._groups is not None
@@ -443,13 +440,13 @@ class Communicator:
         if stream is None or not self.queues:
             if span is not None:
                 end_with(works, span)
-            return self._new(label, works, finish, kind=kind, keep=keep)
+            return self._handle(label, works, finish, kind=kind, keep=keep)
         self._wait_in_stream(works)
         # Last: whoever waits for the event must also wait for what ``finish`` has queued.
         result = finish()
         if span is not None:
             span.end()
-        return self._new(label, [], lambda: result, kind=kind, event=self.streams.mark(), keep=keep)
+        return self._handle(label, [], lambda: result, kind=kind, event=self.streams.mark(), keep=keep)
 
     # -- waiting, counting ----------------------------------------------------------------------------------------
 
@@ -475,7 +472,7 @@ class Communicator:
         return tensor
 
     def _agree(self, work: Any, label: str) -> None:
-        with recording.stands("agree", label, on_host=True), self._noting_exceptions():
+        with recording.waiting("agree", label, on_host=True), self._noting_exceptions():
             self.waits.wait_work(work, label)
 
     @contextlib.contextmanager

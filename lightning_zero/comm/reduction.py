@@ -58,7 +58,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Wait for the operation and return its result tensor. Later calls return the same tensor at once."""
         if self._works or self.event is not None:
-            with recording.stands(self.kind, self.label, on_host=bool(self._works)):
+            with recording.waiting(self.kind, self.label, on_host=bool(self._works)):
                 for work in self._works:
                     self._waits.wait_work(work, self.label, agrees=False)
                 self._works = []

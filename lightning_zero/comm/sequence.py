@@ -89,7 +89,7 @@ class SequenceGroup:
         if self.device.type != "cpu" and not self._through_host:
             collective(group=self._group)
             return
-        with recording.stands("sequence", label, on_host=True):
+        with recording.waiting("sequence", label, on_host=True):
             self.waits.wait_work(collective(group=self._group, async_op=True), label)
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:

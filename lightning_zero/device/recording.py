@@ -2,7 +2,7 @@
 
 ::
 
-    compute : forward 0 |stands| forward 1 ...          exposed: compute waits for another lane
+    compute : forward 0 |waits | forward 1 ...          exposed: compute waits for another lane
     gather  :  [unit 1 ]        [unit 2 ]               spans
     disk    :     [unit 2 ]
 
@@ -25,7 +25,7 @@ from lightning_zero.device.accelerator import Accelerator
 
 COMPUTE = "compute"
 LANES = (COMPUTE, "gather", "reduce", "h2d", "d2h", "disk", "step")
-STANDS = ("gather", "reduce", "transfer", "disk", "step", "agree", "sequence")  # what compute waits for, by kind
+WAITS = ("gather", "reduce", "transfer", "disk", "step", "agree", "sequence")  # what compute waits for, by kind
 MOVES = ("gather", "reduce", "sequence", "h2d", "d2h", "disk_read", "disk_write")
 MANY = 512  # waits to keep before those that are over are added up
 
@@ -39,7 +39,7 @@ class Span(NamedTuple):
     what: str  # a unit or bucket, in words
     begin: float
     end: float
-    waits_for: str = ""  # one of :data:`STANDS` if compute waited
+    waits_for: str = ""  # one of :data:`WAITS` if compute waited
 
 
 class Open(AbstractContextManager[object]):
@@ -61,28 +61,24 @@ class Recorder:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self.stood: defaultdict[str, float] = defaultdict(float)  # seconds that compute has waited, as far as known
+        self.waited: defaultdict[str, float] = defaultdict(float)  # seconds that compute has waited, as far as known
         self.moved: Counter[str] = Counter()  # bytes that this rank has received or sent, by kind
         self.spans: list[tuple[str, str, Any, Any, str]] | None = None
         self._waits = threading.local()  # ``inside``: for each open wait, the seconds of waits inside it
         self._later: deque[tuple[str, Any, Any]] = deque()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._origin: tuple[Any, float] | None = None
 
     def moment(self, *, on_host: bool = False) -> Any:
         """Return the present moment: a time of the host's clock in seconds, or an event after all queued work."""
         return time.perf_counter() if on_host else self._accelerator.moment()
 
-    def move(self, kind: str, nbytes: int) -> None:
-        with self._lock:  # several threads start transfers
-            self.moved[kind] += nbytes
-
     def add(self, lane: str, what: str, begin: Any, end: Any, waits_for: str = "") -> None:
         if (spans := self.spans) is not None:  # another thread may end it meanwhile
             spans.append((lane, what, begin, end, waits_for))
 
     @contextmanager
-    def standing(self, kind: str, what: str, *, on_host: bool) -> Iterator[None]:
+    def waiting(self, kind: str, what: str, *, on_host: bool) -> Iterator[None]:
         begin = self.moment(on_host=on_host)
         waits: list[float] = self._waits.__dict__.setdefault("inside", [])  # one list per thread
         waits.append(0.0)
@@ -92,28 +88,28 @@ class Recorder:
             end, inside = self.moment(on_host=on_host), waits.pop()
             if isinstance(begin, float):
                 # A wait inside this one counts only for itself.
-                with self._lock:
-                    self.stood[kind] += end - begin - inside
+                with self.lock:
+                    self.waited[kind] += end - begin - inside
                 if waits:
                     waits[-1] += end - begin
             else:
-                with self._lock:
+                with self.lock:
                     self._later.append((kind, begin, end))
                 if len(self._later) > MANY:
-                    self.stands_so_far()
+                    self.waited_so_far()
             self.add(COMPUTE, what, begin, end, kind)
 
-    def stands_so_far(self) -> dict[str, float]:
-        """Return the seconds that compute has waited, by kind of :data:`STANDS`. Waits of streams count when over."""
-        with self._lock:
+    def waited_so_far(self) -> dict[str, float]:
+        """Return the seconds that compute has waited, by kind of :data:`WAITS`. Waits of streams count when over."""
+        with self.lock:
             while self._later and self._accelerator.is_over(self._later[0][2]):
                 kind, begin, end = self._later.popleft()
-                self.stood[kind] += self._accelerator.seconds(begin, end)
-            return dict(self.stood)
+                self.waited[kind] += self._accelerator.seconds(begin, end)
+            return dict(self.waited)
 
     def moved_so_far(self) -> Counter[str]:
         """Return the bytes moved so far, by kind of :data:`MOVES`: a copy, because other threads go on counting."""
-        with self._lock:
+        with self.lock:
             return Counter(self.moved)
 
     def keep_spans(self) -> None:
@@ -171,17 +167,19 @@ def keeper() -> Recorder | None:
     return recorder if recorder is not None and recorder.spans is not None else None
 
 
-def stands(kind: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
+def waiting(kind: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
     """Record the body as a wait of compute: of the host if ``on_host`` or without streams, else of a stream."""
     # Threads of this package wait beside compute. A thread of the user or of autograd computes.
     if recorder is None or threading.current_thread().name.startswith("lightning_zero"):
         return _NOBODY
-    return recorder.standing(kind, what, on_host=on_host)
+    return recorder.waiting(kind, what, on_host=on_host)
 
 
 def moved(kind: str, nbytes: int) -> None:
+    """Count ``nbytes`` that this rank moves. ``kind``: one of :data:`MOVES`."""
     if recorder is not None:
-        recorder.move(kind, nbytes)
+        with recorder.lock:  # several threads start transfers
+            recorder.moved[kind] += nbytes
 
 
 def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:

@@ -19,17 +19,13 @@ from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.engine.host_copy import HostCopy
 from lightning_zero.engine.passes.access import Access
 from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, compile_with
-from lightning_zero.engine.passes.gather_order import GatherOrder
-from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
 from lightning_zero.engine.passes.hooks import ENGINE, Hooks
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import Context, InputsOnHost, Recomputation, UnitForward, check_blocks
-from lightning_zero.engine.passes.writes import BufferSync, Writes
 from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity, describe
-from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.build import build_units
 from lightning_zero.engine.units.describe import agree_on_model, agree_on_sources
@@ -61,11 +57,10 @@ def instances() -> set[int]:
     return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 
-def describe_checked(
-    module: nn.Module, config: ZeroConfig, precision: Precision, group: dist.ProcessGroup | None, is_sharded: bool
-) -> list[describe.UnitGroup]:
+def describe_checked(module: nn.Module, config: ZeroConfig, *, is_sharded: bool) -> list[describe.UnitGroup]:
     """Check settings and ``module``. Return a description of each of its units, the root first. Raises ConfigError on
     this rank alone, also if the module is sharded already. Sends no message: the caller must tell other ranks."""
+    precision = config.precision.name or Precision.fp32
     if is_sharded:
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
     check_rounding(config.precision.stochastic_rounding, precision)
@@ -147,31 +142,33 @@ class Core:
         self._closing: weakref.finalize[..., object] | None = None
         self.tiers = Tiers()
         self.host_copy: HostCopy | None = None
-        long_work = long_work or LongWork(group is None or dist.get_rank(group) == 0)
-        precision = config.precision.name or Precision.fp32
-        share = self._shard(module, group, device, node, sources or {}, has_values, precision, long_work)
+        waits = open_waits(group, device, config.stall_timeout_s)
+        long_work = long_work or LongWork(waits.rank == 0)
+        try:
+            is_sharded = any(engine._module() is module for engine in LIVE)
+            check = partial(describe_checked, module, config, is_sharded=is_sharded)
+            groups = together(group, waits, "sharding a module", check)
+            agree_on_model(groups, group, waits)
+            sources = dict(sources or {})
+            if config.init_from is not None and device.type != "meta":
+                find = partial(sources_from, config.init_from, module, warn=waits.rank == 0, only_meta=has_values)
+                sources = {**together(group, waits, "finding first values", find), **sources}
+            agree_on_sources(sources, group, waits)
+            ranks = capacity.find_ranks(groups, config, group, device, node, waits)
+            self.comm = Communicator(group, device, ranks=ranks, waits=waits, long_work=long_work)
+            share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
+            self.tiers, plans = capacity.make_tiers(groups, config, self.comm, instances(), share)
+            self.units = Units(build_units(module, groups, config, self.comm, plans, self.tiers, sources))
+            self.units.connect()
+            forget()
+        except BaseException:
+            # The module may be sharded again: free files, locks and threads, and restore the parameters' classes.
+            self.tiers.close()
+            waits.close()
+            make_plain(module.parameters())
+            raise
         self.optimizers: list[Stepper] = []
-        issued = IssuedReductions()
-        after_step = AfterStep(self.units, self.comm.streams, share.cpus)
-        self.passes = Passes(
-            self.units,
-            self.comm,
-            order=GatherOrder(
-                self.units,
-                self.comm,
-                issued,
-                after_step,
-                prefetch_bytes=config.prefetch_bytes,
-                keep_bytes=config.keep_gathered_bytes,
-                dynamic=config.dynamic_graph,
-            ),
-            reducer=Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes),
-            after_step=after_step,
-            writes=Writes(self.buckets, self.comm),
-            buffers=BufferSync(module, self.comm),
-            config=config,
-            precision=precision,
-        )
+        self.passes = Passes(module, self.units, self.comm, config, share.cpus)
         self.hooks = self.passes.hooks = Hooks(self.passes)
         self.passes.steppers = self.optimizers
         self._around_step = AroundStep(self.units, self.passes)
@@ -183,45 +180,6 @@ class Core:
         # Last, so that nobody finds an engine whose construction raised.
         LIVE.add(self)
         module.__dict__[ENGINE] = self
-
-    def _shard(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        node: str,
-        sources: Mapping[str, Tensor],
-        has_values: bool,
-        precision: Precision,
-        long_work: LongWork,
-    ) -> Share:
-        """Check settings; make communicator, tiers and units. Return this rank's share of its machine. Collective."""
-        config = self.config
-        waits = open_waits(group, device, config.stall_timeout_s)
-        try:
-            is_sharded = any(engine._module() is module for engine in LIVE)
-            check = partial(describe_checked, module, config, precision, group, is_sharded)
-            groups = together(group, waits, "sharding a module", check)
-            agree_on_model(groups, group, waits)
-            if config.init_from is not None and device.type != "meta":
-                warn = group is None or dist.get_rank(group) == 0
-                find = partial(sources_from, config.init_from, module, warn=warn, only_meta=has_values)
-                sources = {**together(group, waits, "finding first values", find), **sources}
-            agree_on_sources(sources, group, waits)
-            ranks = capacity.find_ranks(groups, config, group, device, node, waits)
-            self.comm = Communicator(group, device, ranks=ranks, waits=waits, long_work=long_work)
-            share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
-            self.tiers, rows = capacity.make_tiers(groups, config, self.comm, instances(), share)
-            self.units = Units(build_units(module, groups, config, self.comm, rows, self.tiers, sources))
-            self.units.connect()
-            forget()
-        except BaseException:
-            # The module may be sharded again: free files, locks and threads, and restore the parameters' classes.
-            self.tiers.close()
-            waits.close()
-            make_plain(module.parameters())
-            raise
-        return share
 
     @property
     def tiers(self) -> Tiers:

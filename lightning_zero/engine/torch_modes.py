@@ -18,10 +18,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _saves(mode: object) -> bool:
-    return isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
-
-
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
     """Decorate ``method`` to run with grad and inference mode off. Inside, operations on parameters gather nothing."""
 
@@ -32,12 +28,15 @@ def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
             with temporarily_clear_interpreter_stack():
                 return wrapped(*args, **kwargs)
         # Selective checkpointing must save, and look for, the operations of the model alone.
-        if torch._C._len_torch_dispatch_stack() > 0 and any(map(_saves, _get_current_dispatch_mode_stack())):
+        if torch._C._len_torch_dispatch_stack() > 0 and any(
+            isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+            for mode in _get_current_dispatch_mode_stack()
+        ):
             with _disable_current_modes():
                 return wrapped(*args, **kwargs)
-        # Tensors made in inference mode could not be trained. The second switch stops absent parameters from calling
-        # the engine. These C++ guards take a tenth of the time of ``inference_mode`` and ``no_grad``, and this runs
-        # several times for each unit in each pass.
+        # Tensors made in inference mode could not be trained. The second guard stops absent parameters from calling
+        # the engine. C++ guards take a tenth of the time of ``inference_mode`` and ``no_grad``, and decorated methods
+        # are called several times for each unit in each pass.
         with torch._C._InferenceMode(False), torch._C.DisableTorchFunctionSubclass():
             torch._C._set_grad_enabled(False)  # the first guard enables it, and restores it at the end
             return method(*args, **kwargs)

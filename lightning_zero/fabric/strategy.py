@@ -248,7 +248,7 @@ class ZeroFabricStrategy(Checkpoints, fabric.strategies.ParallelStrategy):
     def teardown(self) -> None:
         """End the run. Modules stay sharded."""
         for engine in self._engines:
-            engine.passes.rest()
+            engine.passes.end_run()
             engine.passes.between.end_run()
         super().teardown()
 

@@ -120,7 +120,7 @@ class WholeOptimizer(Stepper):
         tensor = self.owned.tensors.get((place.bucket, place.info.slot))
         if tensor is None or not self._is_of_torch:  # other classes may treat small tensors, as of the trial, otherwise
             return None
-        return next((shape.of(tensor.info.shape) for shape in self._shapes(tensor) if shape.name == name), None)
+        return next((shape.sizes(tensor.info.shape) for shape in self._shapes(tensor) if shape.name == name), None)
 
     def _try(self) -> None:
         """Run trial steps of the optimizer. Raise ConfigError if masters are sharded and it cannot step them so."""
@@ -144,7 +144,7 @@ class WholeOptimizer(Stepper):
         if any(place.bucket.plan.shards_master for group in self.places() for place in group):
             self._check_probed()
 
-    def check_row(self, row: StageRow) -> None:
+    def check_stage(self, row: StageRow) -> None:
         if row.master is Placement.sharded:
             self._check_probed()
 

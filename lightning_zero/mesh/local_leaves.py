@@ -102,7 +102,7 @@ def _layout(name: str, param: DTensor, groups: Mapping[str, Group]) -> _Layout:
 
 def _leaf(name: str, param: DTensor, layout: _Layout) -> nn.Parameter:
     leaf = nn.Parameter(param._local_tensor.detach().contiguous(), requires_grad=param.requires_grad)
-    # Not ``isinstance(placement, Shard)``: torch's placement of packed tensors is no subclass of it.
+    # Not ``isinstance(placement, Shard)``: the placement of tensors that join several matrices is no subclass of it.
     if not isinstance(layout.placement, Replicate):
         _SPLITS[leaf] = split = _split(layout)
         if len({split.shape_of(part) for part in range(split.parts)}) > 1:

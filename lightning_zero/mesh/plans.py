@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
     if not config.splits:
         return
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    ranks = Ranks.of(rank, flat(world_size), config)
+    ranks = Ranks.locate(rank, flat(world_size), config)
     mesh = device_mesh(device.type, tensor)["tensor_parallel"]
     stays_local: dict[str, StaysLocal] = {}
     is_split = any(isinstance(param, DTensor) for param in module.parameters())
@@ -86,20 +87,6 @@ def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) ->
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _style(style: TensorStyle) -> ParallelStyle:
-    match style:
-        case TensorStyle.colwise:
-            return ColwiseParallel()
-        case TensorStyle.rowwise:
-            return RowwiseParallel()
-        case TensorStyle.colwise_gather_output:
-            return ColwiseParallel(output_layouts=Replicate())
-        case TensorStyle.embedding_rowwise:
-            return RowwiseParallel(input_layouts=Replicate())
-        case TensorStyle.replicated_with_grad_allreduce:
-            return _SummedGradients()
-
-
 def _own_plan(module: nn.Module) -> dict[str, TensorStyle]:
     return {
         f"{name}.{key}" if name else key: TensorStyle(style)
@@ -125,12 +112,21 @@ class _SummedGradients(ParallelStyle):
                 module.__dict__[key] = param.to_local(grad_placements=[Partial()])
 
 
+_STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
+    TensorStyle.colwise: ColwiseParallel,
+    TensorStyle.rowwise: RowwiseParallel,
+    TensorStyle.colwise_gather_output: partial(ColwiseParallel, output_layouts=Replicate()),
+    TensorStyle.embedding_rowwise: partial(RowwiseParallel, input_layouts=Replicate()),
+    TensorStyle.replicated_with_grad_allreduce: _SummedGradients,
+}
+
+
 def _by_plan(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, TensorStyle]) -> None:
     for pattern, style in plan.items():
         before = _count(module)
         try:
             with warnings.catch_warnings(action="ignore"):  # of a name without a module: an error of ours, below
-                parallelize_module(module, mesh, {pattern: _style(style)})
+                parallelize_module(module, mesh, {pattern: _STYLES[style]()})
         except (NotImplementedError, RuntimeError, KeyError) as error:
             raise ConfigError(
                 f"zero.tensor_plan: expected {style.name} for nn.Linear or nn.Embedding, each split once, got "

@@ -1,6 +1,6 @@
 """Which part of a tensor a rank has if tensor or expert parallelism splits the tensor along one dimension.
 
-A part is one run of indices, or several where a tensor packs others (``gate`` and ``up`` in one)::
+A part is one run of indices, or several where a tensor joins several matrices (``gate`` and ``up``)::
 
     whole  [8, 4]  g g g g u u u u        part 0 of 2: rows 0 1 4 5, runs (0, 2) and (4, 2)
 
@@ -89,7 +89,7 @@ class Split:
             place = place * size + offset
         return place
 
-    def of(self, whole: Tensor) -> Tensor:
+    def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part of ``whole``."""
         found = [whole.narrow(self.dim, run.first, run.size) for run in self.runs[self.part]]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)

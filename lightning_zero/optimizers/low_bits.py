@@ -209,7 +209,7 @@ class NarrowStep:
     factor: Tensor | None = None
     rounding: tuple[int, int] | None = None
 
-    def by(self, optimizer: Optimizer, memory: PieceMemory) -> None:
+    def step_pieces(self, optimizer: Optimizer, memory: PieceMemory) -> None:
         """Step the run piece by piece. ``optimizer``: one of torch's element-wise optimizers, with one param group."""
         run = self.run
         chunk, threads = pieces_of(run.numel(), torch.get_num_threads() if run.device.type == "cpu" else None)

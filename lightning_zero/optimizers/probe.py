@@ -1,23 +1,31 @@
-"""Try an optimizer before training: does it step each tensor by itself, and what state does it keep?
+"""Try an optimizer before training: does it step each tensor by itself, and what state does it keep? And does a class
+that users declare element-wise (``zero.optimizer.sharding=slices``) step each element by itself?
 
-One copy of the optimizer steps all tensors, others step parts of equal tensors, as ranks do, and the results must agree
-to the bit. They step small tensors a dozen times, then tensors of the model's shapes a few times, because a class
-may treat some sizes differently.
+:func:`probe`: one copy of the optimizer steps all tensors, others step parts of equal tensors, as ranks do, and the
+results must agree to the bit. They step small tensors a dozen times, then tensors of the model's shapes a few times,
+because a class may treat some sizes differently.
+
+:func:`check_declared`: tensors are stepped whole, and in slices as on two ranks: small tensors, then some of the
+model's shapes. Results must agree within a tolerance, because vectorised kernels round the last elements of a tensor
+differently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.optimizers import trial
 from lightning_zero.optimizers.state_trees import StateShape, same
-from lightning_zero.optimizers.trial import Trial, trying
+from lightning_zero.optimizers.trial import MOST_TRUE, Cut, DtypeOf, Trial, refuse_wrapped_state, step_of, trying
 from lightning_zero.settings import ConfigError
+
+CLOSE = 1e-3  # relative to the largest change in a step
+SLICES, RANKS = 3, 2  # not divisible: each rank's list is shorter than that of whole tensors
 
 
 class Probed(NamedTuple):
@@ -32,17 +40,11 @@ class Probed(NamedTuple):
     untried: Collection[tuple[int, ...]] = ()  # shapes of parameters that were too large to try
 
 
-def probe(
-    optimizer: Optimizer,
-    dtype_of: Callable[[nn.Parameter], torch.dtype],
-    device: torch.device,
-    *,
-    true_shapes: bool = True,
-) -> Probed:
+def probe(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device, *, true_shapes: bool = True) -> Probed:
     """Try ``optimizer`` by stepping copies of it. Sends no message. The optimizer and random states do not change.
 
-    ``dtype_of`` returns the dtype of a parameter's master. ``true_shapes``: also step tensors of the model's shapes.
-    Raises ConfigError if the optimizer's step sends messages or calls its closure itself.
+    ``true_shapes``: also step tensors of the model's shapes. Raises ConfigError if the optimizer's step sends messages
+    or calls its closure itself.
     """
     if device.type == "meta":  # without values nothing can be compared
         device = torch.device("cpu")
@@ -50,10 +52,10 @@ def probe(
         found = _probe_small(optimizer, dtype_of, device)
         if found.failed is not None or found.couples or not true_shapes:
             return found
-        together, apart = (Trial(optimizer, dtype_of, device, most_true=trial.MOST_TRUE) for _ in range(2))
+        together, apart = (Trial(optimizer, dtype_of, device, most_true=MOST_TRUE) for _ in range(2))
         try:
             together.run()
-            together.refuse_wrapped_state()
+            refuse_wrapped_state(together.optimizer, together.tensors)
             apart.run_apart()
         except ConfigError:
             raise
@@ -62,7 +64,7 @@ def probe(
         return found._replace(couples=not same(together.result(), apart.result()), untried=together.untried)
 
 
-def _probe_small(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.dtype], device: torch.device) -> Probed:
+def _probe_small(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device) -> Probed:
     try:
         Trial(optimizer, dtype_of, device).refuse_own_closure()
         together = Trial(optimizer, dtype_of, device)
@@ -80,3 +82,71 @@ def _probe_small(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.
     except Exception as error:  # the class may need tensors in all param groups
         return Probed(states=states, failed=error, apart=True)
     return Probed(not same(together.result(), apart.result()), together.steps_all(), states)
+
+
+# -- elements ----------------------------------------------------------------------------------------------------------
+
+
+def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
+    """Raise ConfigError if ``optimizer`` does not step each element by itself, or if its step calls its closure.
+
+    An optimizer is accepted untried if its step fails or draws random numbers, or if its constructor made state.
+    """
+    if optimizer.state or device.type == "meta":
+        return
+
+    def wide(param: nn.Parameter) -> torch.dtype:
+        dtype = dtype_of(param)
+        return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+    make = partial(Trial, optimizer, wide, device)
+    with trying(type(optimizer).__qualname__, device):
+        make().refuse_own_closure()
+        try:
+            if not _close(_stepped(make(), 0), _stepped(make(), 1)):
+                return
+        except Exception:
+            return
+        differs = _differs(make, lambda _: SLICES * [0]) or _differs(partial(make, most_true=MOST_TRUE // 2), cut)
+    if differs:
+        raise ConfigError(
+            "zero.optimizer.sharding: expected a class that computes each element from its own value, gradient and "
+            f"state alone, got {type(optimizer).__qualname__}: slices of tensors came out otherwise than the tensors. "
+            "Drop zero.optimizer.sharding=slices; whole tensors are stepped then."
+        )
+
+
+def _differs(make: Callable[..., Trial], cut: Cut) -> bool:
+    try:
+        whole = _stepped(make(), 0)
+    except Exception:
+        return False
+    try:
+        parts = [_stepped(make(cut=cut), 0, rank) for rank in range(RANKS)]
+    except Exception:
+        return True
+    together = [sum(changes) for changes in zip(*(changes for changes, _ in parts), strict=True)]
+    return not all(_close(whole, (together, noted)) for _, noted in parts)  # type: ignore[arg-type]
+
+
+def _stepped(trial: Trial, seed: int, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """Step the trial's tensors; if ``rank`` is given, only the slices of this rank. Return each tensor's change in each
+    step, and the numbers in the param groups."""
+    groups = trial.optimizer.param_groups
+    if rank is not None:
+        for group in groups:
+            group["params"] = group["params"][rank::RANKS]
+    changes: list[Tensor] = []
+    for number, scale in enumerate(trial.scales):
+        before = trial.values()
+        trial.give_gradients(scale)
+        torch.default_generator.manual_seed(100 * seed + number)
+        step_of(trial.optimizer)(trial.optimizer)
+        changes += [now - then for now, then in zip(trial.values(), before, strict=True)]
+    noted = [value for group in groups for value in group.values() if isinstance(value, (int, float, Tensor))]
+    return changes, [torch.as_tensor(value).detach().double() for value in noted]
+
+
+def _close(one: tuple[list[Tensor], list[Tensor]], other: tuple[list[Tensor], list[Tensor]]) -> bool:
+    pairs = [*zip(one[0], other[0], strict=True), *zip(one[1], other[1], strict=False)]
+    return all(torch.allclose(a, b, rtol=CLOSE, atol=CLOSE * float(a.abs().max()), equal_nan=True) for a, b in pairs)

@@ -35,9 +35,10 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
         )
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigError(
-            f"optimizer: {name} has train() and eval(), by which it changes parameters outside of its step "
-            "(schedule-free ones do). Values and state are in shards then, and these would change nothing. Use "
-            "torch.optim.AdamW, and Lightning's EMAWeightAveraging for averaged weights."
+            f"optimizer: expected a class that changes parameters in its step alone, got {name}, whose train() and "
+            "eval() change them too (as in schedule-free optimizers). Outside of a step values and state are in "
+            "shards, and these methods would change nothing. Use torch.optim.AdamW, and Lightning's "
+            "EMAWeightAveraging for averaged weights."
         )
     first = list(inspect.signature(step_of(optimizer)).parameters.values())[1:2]
     if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first):

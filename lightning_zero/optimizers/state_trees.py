@@ -23,11 +23,11 @@ class StateShape(NamedTuple):
     sides: tuple[int, ...]  # of each dimension: index of the parameter's dimension of equal length, or minus the length
     dtype: torch.dtype
 
-    def of(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(-side if side < 0 else shape[side] for side in self.sides)
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        return math.prod(self.of(shape)) * self.dtype.itemsize
+        return math.prod(self.sizes(shape)) * self.dtype.itemsize
 
 
 def shape_of(name: str, leaf: Tensor, small: Tensor) -> StateShape:

@@ -32,6 +32,9 @@ FEWEST, MOST_SMALL = 4, 400  # least steps of a trial; most steps summed over it
 MOST_TRUE = 1 << 27  # elements of tensors of true shapes; two copies with Adam's state take 4 GB
 MOST_DEEP = 4  # objects in an optimizer's attributes are compared down to this depth
 
+DtypeOf = Callable[[nn.Parameter], torch.dtype]  # returns the dtype of a parameter's master
+Cut = Callable[[nn.Parameter], Sequence[int]]  # returns lengths of the slices of a parameter over all ranks
+
 
 def step_of(optimizer: Optimizer) -> Callable[..., Any]:
     """Return the function ``step`` of the optimizer's class, without the hooks that torch runs around it."""
@@ -126,7 +129,7 @@ class Trial:
     ``untried``: shapes of parameters that are too large to try.
 
     Args:
-        cut: returns the lengths of the flat slices into which a parameter's tensor is cut; None: do not cut.
+        cut: into which flat slices a parameter's tensor is cut; None: do not cut.
         most_true: try tensors of the parameters' own shapes, with at most this number of elements in all. Small tensors
             replace shapes that are too large. A shape that a param group has twice is tried twice. 0: only small ones.
     """
@@ -134,10 +137,10 @@ class Trial:
     def __init__(
         self,
         optimizer: Optimizer,
-        dtype_of: Callable[[nn.Parameter], torch.dtype],
+        dtype_of: DtypeOf,
         device: torch.device,
         *,
-        cut: Callable[[nn.Parameter], Sequence[int]] | None = None,
+        cut: Cut | None = None,
         most_true: int = 0,
     ) -> None:
         self._generator = torch.Generator().manual_seed(20)
@@ -157,6 +160,7 @@ class Trial:
         self._small: list[_Small] = []
         for kind, alike in kinds.items():
             self._small += self._make(kind, alike, shapes.get(kind) or _small(len(kind.shape)), device)
+        self.tensors = [small.tensor for small in self._small]
         self._slices = [_cut(s.tensor, cut(s.alike[0]) if cut else None) for s in self._small]
         self._original = optimizer
         self.optimizer = self._copy(optimizer)
@@ -289,9 +293,6 @@ class Trial:
             step_of(self.optimizer)(self.optimizer, closure)
         if len(calls) > 1 or not all(calls):
             raise calls_its_closure(self.optimizer)
-
-    def refuse_wrapped_state(self) -> None:
-        refuse_wrapped_state(self.optimizer, (small.tensor for small in self._small))
 
     def result(self) -> list[Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]

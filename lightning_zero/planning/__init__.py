@@ -7,7 +7,7 @@
     boxes         ranges of a flattened tensor in the tensor's own coordinates
     placement     each stage's placement of roles, each offload setting's tier of roles
     buckets       the plan of one bucket: where each role's memory is between steps
-    state_dtype   size of resting optimizer state
+    state_dtype   pieces in which optimizer state in bf16 is stepped
     topology      which ranks share what: groups of ranks, and this rank's index in each
     schedule      the order of gathers, and prefetching
     owners        which rank steps which tensor whole, and the messages for that

@@ -52,8 +52,8 @@ class Activations:
 class ByBatchSize:
     """Activations at two micro-batch sizes, interpolated for other sizes.
 
-    Interpolation is exact if bytes grow linearly with the size. They do not if a loss compares samples (contrastive
-    losses). Then call ``measure``: it measures another size, slowly, and returns None if the model refuses that size.
+    Interpolation is exact if bytes grow linearly with the size, which they do not if a loss compares samples
+    (contrastive losses). ``measure(size)`` measures another size, slowly, and returns None if the model refuses it.
     """
 
     sizes: tuple[int, int]  # samples; both equal where the model accepts one size only
@@ -64,7 +64,7 @@ class ByBatchSize:
     def scales(self) -> bool:
         return self.sizes[0] != self.sizes[1]
 
-    def of(self, size: int) -> Activations:
+    def interpolate(self, size: int) -> Activations:
         """Interpolate the activations of ``size`` samples. Raises ValueError if only another size was measured."""
         (few, many), (small, large) = self.sizes, self.measured
         if size == few:
@@ -72,19 +72,13 @@ class ByBatchSize:
         if not self.scales:
             raise ValueError(f"activations are known for {few} samples only, not for {size}")
 
-        def at(low: float, high: float) -> int:
+        def between(low: float, high: float) -> int:
             return max(0, -int(-(low + (high - low) * (size - few) / (many - few)) // 1))  # rounded up
 
-        stretches = tuple(
-            replace(a, nbytes=at(a.nbytes, b.nbytes)) for a, b in zip(small.stretches, large.stretches, strict=True)
-        )
-        return Activations(
-            stretches,
-            at(small.saved, large.saved),
-            at(small.batch, large.batch),
-            at(small.flops, large.flops),
-            at(small.exchanged, large.exchanged),
-        )
+        pairs = zip(small.stretches, large.stretches, strict=True)
+        stretches = tuple(replace(a, nbytes=between(a.nbytes, b.nbytes)) for a, b in pairs)
+        names = ("saved", "batch", "flops", "exchanged")
+        return Activations(stretches, *(between(getattr(small, name), getattr(large, name)) for name in names))
 
 
 def peaks_with(

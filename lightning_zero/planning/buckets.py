@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from lightning_zero.planning.layout import BucketLayout, lay_out
 from lightning_zero.planning.placement import ON_DEVICE, REPLICATED, Placement, StageRow, Tier, TierRow
-from lightning_zero.planning.state_dtype import state_nbytes
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 from lightning_zero.settings import StateDtype
 
@@ -47,7 +46,7 @@ class ParamsRest(Enum):
 
     full_is_master = "in the full buffer, which is the memory of the masters too"
     full = "in the full buffer, brought up to date from the masters after a step"
-    storage = "nowhere but in the storage; they are cast from it as they are gathered"
+    storage = "in the storage of masters alone, from which each gather casts them"
     shard = "in a shard of their own, on the tier of compute_param"
 
 
@@ -205,7 +204,7 @@ class BucketPlan:
 
     def state_nbytes(self, numel: int) -> int:
         """Return the bytes of one optimizer state tensor of ``numel`` elements between steps."""
-        return state_nbytes(numel, self.itemsizes.state, self.itemsizes.master)
+        return numel * (2 if self.itemsizes.state is StateDtype.bf16 else self.itemsizes.master)
 
     def exchanges(self, micro_batches: int = 1) -> bool:
         """Return whether gradients are reduced by an all-to-all, in a step of ``micro_batches`` backwards."""

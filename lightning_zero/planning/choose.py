@@ -77,9 +77,8 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConfig) -> int | None:
     """Return the largest micro-batch of a rank, in samples, with which the plan ``row`` fits, up to ``MOST_SAMPLES``.
 
-    Return None if activations are unknown, or known for one size only. If
-    possible, activations are measured at that size, because bytes may grow faster than samples. ``usable``: the machine
-    without the memory that stays free.
+    Return None if activations are unknown, or known for one size only. If possible, measure activations of the found
+    size, because bytes may grow faster than samples. ``usable``: the machine without the memory that stays free.
     """
     known = model.activations
     if known is None or not known.scales:

@@ -67,7 +67,8 @@ class Model:
 
     @property
     def micro_batch(self) -> Activations | None:
-        return None if self.activations is None else self.activations.of(self.samples or self.activations.sizes[0])
+        known = self.activations
+        return None if known is None else known.interpolate(self.samples or known.sizes[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class BucketLayout:
                 yield Fragment(slot.index, first - slot.start, last - first, first - low, min(high, slot.stop) - low)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Return the ranges of the bucket's elements that belong to no parameter. They always hold zeros."""
+        """Return the ranges of the bucket's elements that belong to no parameter, and always hold zeros."""
         found: list[tuple[int, int]] = []
         end = 0
         for slot in self.slots:

@@ -1,9 +1,8 @@
-"""Compute the size of resting optimizer state under ``zero.optimizer.state_dtype``, and of the pieces of its steps."""
+"""Divide steps under ``zero.optimizer.state_dtype=bf16`` into pieces, and compute the bytes of their buffers."""
 
 from __future__ import annotations
 
 from lightning_zero.planning.layout import SHARD_ALIGN, round_up
-from lightning_zero.settings import StateDtype
 
 BLOCK = SHARD_ALIGN  # elements; pieces end at its multiples
 # fp32 buffers per element of a piece of a shard: two states, gradient, master, two of the kernel.
@@ -14,11 +13,6 @@ TABLE_NBYTES = 1 << 22  # bytes of the table of random bits for stochastic round
 MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 19
 HOST_CHUNKS = 1 << 21  # elements of the pieces of all threads together
 DEVICE_CHUNK = 1 << 23  # elements of a piece on a device
-
-
-def state_nbytes(numel: int, state: StateDtype, master_itemsize: int) -> int:
-    """Return the bytes of a state tensor: 4 (fp32) or 2 (bf16) for each element beside fp32 masters."""
-    return numel * (2 if state is StateDtype.bf16 else master_itemsize)
 
 
 def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:

@@ -80,7 +80,7 @@ class Ranks(NamedTuple):
     grad_divisor: int
 
     @classmethod
-    def of(cls, rank: int, topology: Topology, config: ZeroConfig | None = None) -> Ranks:
+    def locate(cls, rank: int, topology: Topology, config: ZeroConfig | None = None) -> Ranks:
         """Find the place of ``rank``. ``config``: says which ranks share batches, matrices and experts; None: none do.
         Raises ConfigError if the ranks cannot be divided in this way."""
         world_size = sum(map(len, topology.shard_groups))

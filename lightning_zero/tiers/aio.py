@@ -99,7 +99,7 @@ def _warn_once(folder: str) -> None:
 
 
 class DiskFile:
-    """A scratch file, which grows by :meth:`ensure`. An older file of that name is emptied. Reads and writes bypass the
+    """A scratch file, which grows by :meth:`grow`. An older file of that name is emptied. Reads and writes bypass the
     page cache; if the file system cannot, warns once per folder. Raises DiskError if the file cannot be made."""
 
     def __init__(self, path: str | os.PathLike[str], *, threads: int = 4, syscalls: Syscalls | None = None) -> None:
@@ -114,7 +114,7 @@ class DiskFile:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def ensure(self, nbytes: int) -> None:
+    def grow(self, nbytes: int) -> None:
         """Make the file at least ``nbytes`` long (rounded up to pages), with allocated space. Raises DiskError, with
         needed and free bytes, if there is no space; the file then keeps its size."""
         wanted = round_up(nbytes, PAGE)

@@ -73,7 +73,7 @@ class Claim:
         except FileNotFoundError:
             return None
         try:
-            _check_own(fd, self._path)  # it will be emptied
+            _check_own(fd, self._path)  # before the owner empties the file
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # An owner may have removed the file before this process locked it. A lock on a file without a name is
             # useless: the next process makes and locks a new file of that name.

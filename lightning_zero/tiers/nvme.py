@@ -126,7 +126,7 @@ class NvmeTier:
                     "keeps less on disk."
                 )
             with as_config_error(self._folder.parent):
-                extents, _ = lay_out(wanted, self._regions.take(total, self._file.ensure), PAGE)
+                extents, _ = lay_out(wanted, self._regions.reserve(total, self._file.grow), PAGE)
             self._last |= dict.fromkeys(extents)
             self._nbytes += total
         return extents
@@ -144,7 +144,7 @@ class NvmeTier:
         read of the extent raises its error too."""
         with self._behind:
             if self._last_behind is not None and not self._last_behind.is_set():
-                with recording.stands("disk", extent.label, on_host=True):
+                with recording.waiting("disk", extent.label, on_host=True):
                     self._last_behind.wait()
             future = self.stage_out(extent, value)
             self._last_behind = self._last[extent]
@@ -277,14 +277,14 @@ class Regions:
         self.end = 0  # of the last region
         self.holes: list[tuple[int, int]] = []  # freed bytes [low, high) before ``end``, in order, never adjacent
 
-    def take(self, nbytes: int, ensure: Callable[[int], None]) -> int:
-        """Return the offset of a new region of ``nbytes``: the first hole that is large enough, or the end. ``ensure``
+    def reserve(self, nbytes: int, grow: Callable[[int], None]) -> int:
+        """Return the offset of a new region of ``nbytes``: the first hole that is large enough, or the end. ``grow``
         is called with the bytes that the file must then hold; if it raises, nothing changes."""
         for i, (low, high) in enumerate(self.holes):
             if high - low >= nbytes:
                 self.holes[i : i + 1] = [(low + nbytes, high)] if high - low > nbytes else []
                 return low
-        ensure(self.end + nbytes)
+        grow(self.end + nbytes)
         self.end += nbytes
         return self.end - nbytes
 

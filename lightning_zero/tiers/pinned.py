@@ -97,7 +97,7 @@ class Landing:
         self._pool: ThreadPoolExecutor | None = None
         self._under_way: deque[tuple[Future[None], Tensor]] = deque()
 
-    def look(self, grad: Tensor) -> tuple[dict[float, Tensor], Tensor | None]:
+    def compute_asked(self, grad: Tensor) -> tuple[dict[float, Tensor], Tensor | None]:
         """Compute on the device the norms (by norm type) and finite check of `grad` that callers asked for earlier."""
         wide = torch.promote_types(grad.dtype, torch.float32)
         norms = {kind: torch._foreach_norm([grad], kind, dtype=wide)[0] for kind in sorted(self.asked_norms)}

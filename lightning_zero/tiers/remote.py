@@ -125,7 +125,7 @@ def _read(fs: Any, key: str, low: int, high: int) -> bytes:
 
 
 class Ranges(io.RawIOBase):
-    """A readable file of ``length`` bytes. ``fetch`` returns those from a first byte to a last one, in one request."""
+    """A readable file of ``length`` bytes. ``fetch(low, high)`` reads bytes ``[low, high)`` in one request."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], length: int) -> None:
         self._fetch, self._length, self._place = fetch, length, 0

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from lightning_zero.device.recording import STANDS, Span
+from lightning_zero.device.recording import WAITS, Span
 from lightning_zero.timeline.lanes import RankLanes
 
 ROW = 18  # pixels of a row with its gap
@@ -97,7 +97,7 @@ def colour_of(span: Span) -> str:
 
 
 def _table(ranks: Sequence[RankLanes]) -> str:
-    kinds = [kind for kind in STANDS if any(lanes.stood()[kind] for lanes in ranks)]
+    kinds = [kind for kind in WAITS if any(lanes.stood()[kind] for lanes in ranks)]
     head = "".join(f"<th>{escape(kind)}</th>" for kind in kinds)
     rows = []
     for lanes in ranks:

@@ -121,7 +121,7 @@ class Processes:
     @property
     def _ranks(self) -> Ranks:
         """Return this rank's place in the groups of ranks that :attr:`config` asks for."""
-        return Ranks.of(self.global_rank, flat(self._n_ranks), self.config)
+        return Ranks.locate(self.global_rank, flat(self._n_ranks), self.config)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

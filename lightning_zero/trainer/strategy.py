@@ -196,7 +196,7 @@ class ZeroStrategy(Run):
         trainer = module._trainer
         self._checkpoints.wait_for_writes()
         if (module._current_fx_name or "").startswith(_BETWEEN_STEPS):
-            engine.passes.rest()
+            engine.passes.end_run()
         before = engine.config
         follow = averaging.followers(trainer, engine) if trainer is not None else []
         engine.restage(config.stage.name, config.offload, follow=follow)
@@ -458,7 +458,7 @@ class ZeroStrategy(Run):
         assert self.cluster_environment is not None and self.accelerator is not None
         module, engine = self.lightning_module, self._engine_that_waits
         if module is not None and engine is not None:
-            engine.passes.rest()
+            engine.passes.end_run()
             engine.passes.between.end_run()
             self._checkpoints.loaders.fit_ends(module._trainer)
             self._show_held(engine, module)

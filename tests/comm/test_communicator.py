@@ -81,7 +81,7 @@ def test_transports_reduce_alike(dtype: torch.dtype) -> None:
     for transport in TRANSPORTS:
         with communicator(transport) as comm:
             world, rank = comm.world_size, comm.rank
-            found.append(comm.reduce_scatter(_input(rank, world, dtype), "x").finish().clone())
+            found.append(comm.reduce(_input(rank, world, dtype), "x").finish().clone())
     own = slice(rank * 512, (rank + 1) * 512)
     first, *others = (_input(other, world, dtype) for other in range(world))
     assert torch.equal(found[0], sum(others, first)[own])  # in rank order
@@ -96,8 +96,8 @@ def test_one_rank_sends_and_counts_nothing_and_has_no_thread() -> None:
     with communicator() as comm:
         full = torch.arange(512.0)
         assert comm.all_gather(full, "a").wait() is full
-        assert comm.reduce_scatter(full, "a").finish() is full
-        assert comm.all_reduce(full, "a").finish() is full
+        assert comm.reduce(full, "a").finish() is full
+        assert comm.reduce(full, "a", whole=True).finish() is full
         assert comm.exchange(7, 8) == [[7], [8]]
         assert comm.all_gather_objects("x", "a test") == ["x"]
         assert comm.max_(torch.ones(1)).item() == 1
@@ -148,7 +148,7 @@ def test_copies_through_host_memory_wait_no_longer_than_others(kind: str) -> Non
         comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=0.5)
         comm._transport = HostTransport(DirectTransport())
         if comm.rank == 0:
-            issue = comm.all_gather if kind == "gather" else comm.reduce_scatter
+            issue = comm.all_gather if kind == "gather" else comm.reduce
             sent: Any = issue(torch.zeros(512), "x")
             with pytest.raises(StallError, match="x"):
                 sent.wait() if kind == "gather" else sent.finish()
@@ -209,7 +209,7 @@ def test_as_many_operations_of_other_kinds_are_not_the_same() -> None:
             groups = comm._groups
             assert groups is not None
             own = torch.zeros(2 * comm.world_size)
-            pending = comm.all_gather(own, "x") if comm.rank else comm.reduce_scatter(own, "x")
+            pending = comm.all_gather(own, "x") if comm.rank else comm.reduce(own, "x")
             pending.abandon(time.monotonic())
             if ends == "resume":
                 comm.resume()
@@ -252,10 +252,10 @@ def test_parts_are_added_in_rank_order(transport: Transport, dtype: torch.dtype,
         with communicator(inner) as comm, mock.patch("lightning_zero.comm.transports.SUM_CHUNK", chunk):
             assert comm.exchanges
             full = inputs[rank].to(dtype, copy=True)
-            part = comm.reduce_scatter(full, "x", factor=0.25, total_dtype=torch.float32).finish()
+            part = comm.reduce(full, "x", factor=0.25, total_dtype=torch.float32).finish()
             assert torch.equal(part, expected[own])
             full = inputs[rank].to(dtype, copy=True)
-            total = comm.all_reduce(full, "x", factor=0.25, total_dtype=torch.float32).finish()
+            total = comm.reduce(full, "x", whole=True, factor=0.25, total_dtype=torch.float32).finish()
             assert torch.equal(total, expected)
 
 
@@ -265,7 +265,9 @@ def test_parts_are_added_in_rank_order(transport: Transport, dtype: torch.dtype,
 def test_parts_are_added_within_nodes_and_then_between_them(dtype: torch.dtype, host: bool) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     parts = 2 if world == 8 else 1  # where tensor parallelism splits parameters, every second rank shares shards
-    ranks = Ranks.of(rank, by_part(over_nodes([str(r // (2 * parts)) for r in range(world)], exchanges=True), parts))
+    ranks = Ranks.locate(
+        rank, by_part(over_nodes([str(r // (2 * parts)) for r in range(world)], exchanges=True), parts)
+    )
     group, index = ranks.shard.ranks, ranks.shard.index
     nodes, own = len(group) // 2, slice(index * 512, (index + 1) * 512)
     terms = {r: _input(r, len(group), dtype).float() for r in group}
@@ -274,10 +276,10 @@ def test_parts_are_added_within_nodes_and_then_between_them(dtype: torch.dtype, 
     with communicator(ranks=ranks) as comm:
         transport = HostTransport(comm._transport) if host else comm._transport
         with mock.patch.object(comm, "_transport", mock.Mock(wraps=transport, waits_on_host=host)) as sent:
-            for send in (comm.reduce_scatter, comm.all_reduce):
+            for whole in (False, True):
                 full = terms[rank].to(dtype, copy=True)
-                total = send(full, "x", factor=0.25, total_dtype=torch.float32).finish()
-                assert torch.equal(total, expected if send == comm.all_reduce else expected[own])
+                total = comm.reduce(full, "x", whole=whole, factor=0.25, total_dtype=torch.float32).finish()
+                assert torch.equal(total, expected if whole else expected[own])
         # Each node gets the sums of its slices alone, in fp32; all that is narrower stays within a node.
         reduced = [(call.args[0].dtype, call.args[0].numel(), call.args[1].size) for call in sent.reduce.mock_calls]
         assert reduced == 2 * [*[(dtype, 2 * 512, 2)] * nodes, (torch.float32, nodes * 512, nodes)]

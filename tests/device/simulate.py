@@ -200,7 +200,7 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
     """Train a small model on the machine; ``then`` is called with engine, model and optimizer behind the last step."""
     warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")
     names = [str(rank * case.nodes // case.ranks) for rank in range(case.ranks)]
-    ranks = Ranks.of(0, over_nodes(names, HybridShard[case.settings.get("hybrid_shard", "node")], exchanges=True))
+    ranks = Ranks.locate(0, over_nodes(names, HybridShard[case.settings.get("hybrid_shard", "node")], exchanges=True))
     gc.collect()
     gc.disable()  # what garbage is freed when would be another each time
     try:
@@ -246,7 +246,7 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
             found.steps.append(counted())
         if then is not None:
             then(engine, model, optimizer)
-        engine.passes.rest()
+        engine.passes.end_run()
         races, found.at_rest = machine.races.copy(), machine.held
     finally:
         engine.release()

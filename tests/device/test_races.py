@@ -297,7 +297,7 @@ def walk(engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 def at_rest(engine: Any, *_: Any) -> None:
     """Nothing is kept for what the device has not done yet."""
-    engine.passes.rest()
+    engine.passes.end_run()
     engine.comm.streams.accelerator.synchronize()
     engine.comm.streams.drop_held()
     if engine.tiers.landing is not None:

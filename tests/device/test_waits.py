@@ -17,7 +17,7 @@ from lightning_zero.comm.reduction import Pending
 from lightning_zero.comm.transports import Members, PlainTransport, Sent, _reduce_scatter_single, all_gather_single
 from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.grad_store import Arrived, Claimed, _wait
+from lightning_zero.engine.units.grad_store import Claimed, _wait
 from lightning_zero.engine.units.master_storage import copy_cast
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.tiers.pinned import Landing, ReadAhead, Sender
@@ -101,7 +101,7 @@ def leave_at_once(self: Any) -> None:
 
 
 def take_inputs_at_once(self: Any, kept: Any) -> Tensor:
-    self.bring()
+    self.start_return()
     tensor, kept.device = kept.device, None
     return tensor  # type: ignore[no-any-return]
 
@@ -131,13 +131,13 @@ def take_what_is_on_its_way(streams: Any, arrival: Any) -> None:
     """A gradient on its way to the host is taken for one that is there."""
 
 
-def arrived_at_once(self: Claimed) -> Arrived:
-    return Arrived(self.grad, None)
+def arrived_at_once(self: Claimed) -> tuple[Tensor | None, Tensor | None]:
+    return self.grad, None
 
 
-def multiplied_at_once(self: Claimed) -> Arrived:
+def multiplied_at_once(self: Claimed) -> tuple[Tensor | None, Tensor | None]:
     _wait(self.streams, self.arrival)
-    return Arrived(self.grad, None if self.factor is None else self.factor.value)
+    return self.grad, None if self.factor is None else self.factor[0]
 
 
 def land_at_once(self: Landing, piece: Any) -> None:
@@ -231,7 +231,7 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
     "the second half of an all-reduce": (COMMUNICATOR + "_rest_in_stream", gather_what_is_not_summed, Case(0)),
     "the sum over the nodes": (COMMUNICATOR + "_issue_sum", sum_alone, Case(3, nodes=2)),
     "the sum over nodes, for those within them": (COMMUNICATOR + "_sum_nodes", sum_nodes_elsewhere, LEVELS),
-    "inputs of a block, for their copy to the host": (INPUTS + "leave", leave_at_once, RECOMPUTES),
+    "inputs of a block, for their copy to the host": (INPUTS + "free_copied", leave_at_once, RECOMPUTES),
     "a block that is computed again, for its inputs": (INPUTS + "unpack", take_inputs_at_once, RECOMPUTES),
     "others, for a unit arriving here": (UNITS + "unit.Unit.serve", serve_what_is_on_its_way, DEVICE, serves_others),
     "a comparison, for own parameters": (BUCKET + "own_compute_params", own_params_at_once, HOST, writes_weights),

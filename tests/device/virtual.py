@@ -485,11 +485,11 @@ class Threads:
                 if not self._changed.wait_for(lambda: self._awaited is not None, self.LIMIT_S):
                     raise RuntimeError("nobody waits for the steps")
 
-    def take_a_step(self, take: Callable[[Any], Any], worker: Any) -> Any:
+    def take_a_step(self, take: Callable[..., Any], worker: Any, **options: Any) -> Any:
         if not getattr(self._here, "is_worker", False):
             self._here.is_worker = True
             self._pause()
-        return take(worker)
+        return take(worker, **options)
 
     def ask_for_steps(self, submit: Callable[..., None], worker: Any, jobs: Iterable[Any], event: Any) -> None:
         jobs = list(jobs)
@@ -541,7 +541,7 @@ def simulated(machine: Machine, pace: Pace = "lazy") -> Iterator[None]:
         _around(Future, "result", threads.find),
         _around(Future, "exception", threads.find),
         _around(Future, "done", threads.find_done),
-        _around(StepWorker, "_take", threads.take_a_step),
+        _around(StepWorker, "_next_job", threads.take_a_step),
         _around(StepWorker, "submit", threads.ask_for_steps),
         _around(NvmeTier, "_stage", threads.stage),
     ]

@@ -160,18 +160,18 @@ def assert_free(offload: dict[str, Any], folder: Path) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("row", ["nvme", "optimizer_nvme"])
 def test_a_disk_that_another_job_fills_on_one_rank_is_every_rank_s_error(row: str, tmp_path: Path) -> None:
-    ensure, calls = DiskFile.ensure, [0]
+    grow, calls = DiskFile.grow, [0]
 
     def full(self: DiskFile, nbytes: int) -> None:
         calls[0] += 1
         if dist.get_rank() == 1 and calls[0] == 3:
             raise DiskError(errno.ENOSPC, "it is full")
-        ensure(self, nbytes)
+        grow(self, nbytes)
 
     offload = {"name": row, "nvme_path": str(tmp_path)}
     started = time.monotonic()
     says = r"offload\['nvme_path'\]: expected .* space .*, where it is full"
-    with mock.patch.object(DiskFile, "ensure", full), pytest.raises(ConfigError, match=says):
+    with mock.patch.object(DiskFile, "grow", full), pytest.raises(ConfigError, match=says):
         lightning_zero.shard(Model(width=WIDTH), device="cpu", offload=offload, stall_timeout_s=20.0)
     assert time.monotonic() - started < 10
     assert_free(offload, tmp_path)

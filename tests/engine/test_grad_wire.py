@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +21,7 @@ import lightning_zero
 from lightning_zero.comm import communicator, transports
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.device import accelerator_of, recording
-from lightning_zero.engine.passes.bucket_grads import BucketGrads
+from lightning_zero.engine.passes.gradients import BucketGrads
 from lightning_zero.engine.units import describe
 from lightning_zero.planning.speed import sent_by
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
@@ -44,27 +43,27 @@ WHOLE_BF16 = {"name": "bf16", "fp32_modules": []}
 def sent_dtypes() -> Iterator[list[tuple[torch.dtype, torch.dtype | None]]]:
     """Of the gradients that are reduced, and of their sums where an all-to-all makes them."""
     found: list[tuple[torch.dtype, torch.dtype | None]] = []
-    reduce = Communicator._reduce
+    reduce = Communicator.reduce
 
-    def seen(self: Communicator, full: Tensor, label: str, factor: float, total: Any, **options: Any) -> Any:
+    def seen(self: Communicator, full: Tensor, label: str, **options: Any) -> Any:
         if label != communicator._FIRST:
-            found.append((full.dtype, total))
-        return reduce(self, full, label, factor, total, **options)
+            found.append((full.dtype, options["total_dtype"]))
+        return reduce(self, full, label, **options)
 
-    with mock.patch.object(Communicator, "_reduce", seen):
+    with mock.patch.object(Communicator, "reduce", seen):
         yield found
 
 
 @contextlib.contextmanager
 def in_wire(wire: str) -> Iterator[None]:
     """In the body, modules that are sharded send gradients in fp32 under ``full``."""
-    narrow = describe._with_wire
+    dtypes_of = describe._dtypes
 
     def full(*args: Any) -> describe.Dtypes:
-        dtypes = narrow(*args)
-        return replace(dtypes, wire=dtypes.reduce)
+        dtypes = dtypes_of(*args)
+        return dtypes._replace(wire=dtypes.reduce)
 
-    with mock.patch.object(describe, "_with_wire", full) if wire == "full" else contextlib.nullcontext():
+    with mock.patch.object(describe, "_dtypes", full) if wire == "full" else contextlib.nullcontext():
         yield
 
 

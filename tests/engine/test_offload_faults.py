@@ -141,8 +141,9 @@ def shard_in_file(
     tier, host = NvmeTier(folder, rank=0, syscalls=Syscalls(pwritev=write)), HostTier()
     read_ahead, streams = ReadAhead(HOST, 8000), Streams(HOST)
     try:
-        storage = make_storage(rests, Tiers(host, tier), "unit", torch.zeros(2000), torch.float32)
-        shards.append(FileShard(tier, storage, read_ahead, streams, "unit", torch.zeros(2000)))
+        tiers = Tiers(host, tier, read_ahead=read_ahead)
+        storage = make_storage(rests, tiers, "unit", torch.zeros(2000), torch.float32)
+        shards.append(FileShard(tiers, storage, streams, "unit", torch.zeros(2000)))
         yield shards[0], storage
         assert len(read_ahead._free) == READ_AHEAD
         shards[0].free()
@@ -325,7 +326,7 @@ def meets_an_error(row: str, stage: int, kind: str, tmp_path: Path) -> weakref.r
 def test_a_failed_step_is_not_raised_in_the_waits_of_others() -> None:
     side = Sharded(Model(), stage=1)
     unit, error = side.engine.units[0], RuntimeError("a step has failed")
-    unit.buckets[0].awaited_step.ask(None).set_exception(error)
+    unit.buckets[0].awaited_step.announce(None).set_exception(error)
     side.engine.passes.after_step._pending_syncs.append((unit, unit.buckets[:1]))
     assert not side.engine.passes.after_step.go_on()
     assert error.__traceback__ is None

@@ -23,7 +23,7 @@ import lightning_zero.device
 from lightning_zero.comm.transports import DirectTransport, HostTransport
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.device.streams import Streams
-from lightning_zero.engine.passes.bucket_grads import BucketGrads
+from lightning_zero.engine.passes.gradients import BucketGrads
 from lightning_zero.engine.units import grad_store
 from lightning_zero.tiers import pinned
 from lightning_zero.tiers.host import HostTier

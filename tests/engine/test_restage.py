@@ -170,16 +170,16 @@ def test_nothing_is_left_of_the_rows_before(tmp_path: Path) -> None:
 def test_a_rank_that_owns_nothing_of_a_unit_any_more_has_no_step_of_it(tmp_path: Path) -> None:
     """At stage 0 it stepped all; a job in the worker that nobody waits for would move what the next gather reads."""
     may_run = threading.Event()
-    take = StepWorker._take
+    next_job = StepWorker._next_job
 
-    def late(self: StepWorker) -> Any:
+    def late(self: StepWorker, **options: Any) -> Any:
         may_run.wait(60)
-        return take(self)
+        return next_job(self, **options)
 
     with Sharded(Model(width=4), stage=0) as side:  # a unit is smaller than a shard
         train(side, 0)
         side.engine.restage(**place_of("zero3 nvme", tmp_path))
-        with mock.patch.object(StepWorker, "_take", late):
+        with mock.patch.object(StepWorker, "_next_job", late):
             language_work(side, 1)
             side.step()
             owned = [bool(bucket.owned_fragments()) for bucket in side.engine.buckets]

@@ -401,14 +401,14 @@ def test_modules_that_cannot_be_split_are_refused_on_all_ranks() -> None:
             "expected one split of the tied parameter weight of Embedding and Linear",
         ),
         (net(), {"tensor_plan": PLAN, "tensor_parallel": 3}, r"^tensor_parallel: .* divides the 2 rank\(s\)"),
-        (compiled, {"tensor_plan": PLAN}, "^tensor_parallel: expected split layers .* got a compiled Mlp with"),
+        (compiled, {"tensor_plan": PLAN}, "^tensor_parallel: expected split layers .* got a compiled Mlp that"),
     ):
         with pytest.raises(ConfigError, match=words):
             lightning_zero.shard(module, **{"tensor_parallel": 2, **settings})
     module = net()
     with sharded(module, tensor_parallel=2, tensor_plan=PLAN) as (engine, _):
         module.head.compile(backend="eager")
-        with pytest.raises(ConfigError, match="got a compiled Model with such"):
+        with pytest.raises(ConfigError, match="got a compiled Model that holds split layers"):
             module.compile(backend="eager")
         matrices = [p for p in module.parameters() if p.dim() == 2]
         with pytest.raises(ConfigError, match="zero.tensor_parallel=2: expected 1 with Muon, which steps whole"):
@@ -491,7 +491,7 @@ def test_pieces_boxes_and_reads_of_a_part_are_those_of_its_slices(dim: int) -> N
     for cut in (((Run(0, 3),), (Run(3, size - 3),)), ((Run(0, 1), Run(2, 1)), (Run(1, 1), Run(3, size - 3)))):
         for number in range(2):
             split = Split(tuple(whole.shape), dim, cut, number, "tensor_parallel")
-            part = split.of(whole)
+            part = split.cut(whole)
             flat = part.reshape(-1)
             for start, stop in itertools.combinations((0, 1, 5, 17, len(flat) // 2, len(flat)), 2):
                 expected = flat[start:stop]
@@ -507,7 +507,7 @@ def test_pieces_boxes_and_reads_of_a_part_are_those_of_its_slices(dim: int) -> N
                     assert not covered[first - start : first - start + box.numel].any()
                     covered[first - start : first - start + box.numel] = True
                 assert covered.all()
-        assert torch.equal(split.join([replace(split, part=n).of(whole) for n in range(2)]), whole)
+        assert torch.equal(split.join([replace(split, part=n).cut(whole) for n in range(2)]), whole)
 
 
 @on_ranks(4)

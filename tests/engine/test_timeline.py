@@ -165,11 +165,11 @@ def test_a_run_that_ends_early_says_so(tmp_path: Path) -> None:
     with Sharded(Model(), timeline=str(tmp_path)) as side:
         train(side, range(3))
         with warned() as found:
-            side.engine.passes.rest()
+            side.engine.passes.end_run()
     assert ["ended after 3 steps" in text for text in found] == [True] * is_first
     with at(1, 9), Sharded(Model(), timeline=str(tmp_path)) as side:
         train(side, range(3))
-        side.engine.passes.rest()
+        side.engine.passes.end_run()
     ends = [event for event in recorded(tmp_path) if event["ph"] == "i"]
     assert len(ends) == 3 * 2  # two steps
     assert recording.recorder is None
@@ -192,7 +192,7 @@ def test_an_exception_while_it_records_leaves_nothing(tmp_path: Path) -> None:
         # A device may wait for a message of a rank that is gone: nobody may wait for the device.
         accelerator = side.engine.comm.streams.accelerator
         with mock.patch.object(type(accelerator), "synchronize", side_effect=AssertionError("waits")):
-            side.engine.passes.rest()
+            side.engine.passes.end_run()
         assert recording.recorder is None
     dist.barrier()
     assert not (tmp_path / "trace.json").exists()

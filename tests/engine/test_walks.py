@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.comm.transports import DirectTransport
-from lightning_zero.engine.passes.bucket_grads import BucketGrads
-from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.passes.gradients import BucketGrads, Reducer
 from lightning_zero.engine.units.bucket import Bucket
 from tests.engine.sides import Sharded
 from tests.engine.works import language_work, train
@@ -45,7 +44,6 @@ WALK_OF_A_GRADIENT = {
     "engine/torch_modes.py",
     "engine/passes/passes.py",
     "engine/passes/gradients.py",
-    "engine/passes/bucket_grads.py",
     "engine/units/grad_store.py",
     "comm/communicator.py",
     "comm/transports.py",

@@ -470,10 +470,10 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
     side_by_side(toys.Shared, in_part, build=optional, steps=4, stage=0)
     with Sharded(Model(), stage=0, optimizer=toys.NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):
         side.engine.restage("zero2")
-    for make, match in {ScheduleFree: r"has train\(\) and eval\(\)", patched: r"a step\(\) was set"}.items():
+    for make, match in {ScheduleFree: r"whose train\(\) and eval\(\)", patched: r"a step\(\) was set"}.items():
         with pytest.raises(ConfigError, match=match):
             Sharded(Model(), stage=0, optimizer=make)
-    with pytest.raises(ConfigError, match=r"has train\(\) and eval\(\)"):
+    with pytest.raises(ConfigError, match=r"whose train\(\) and eval\(\)"):
         Sharded(Model(), optimizer=ScheduleFree, optimizer_settings={"sharding": "slices"})
 
 

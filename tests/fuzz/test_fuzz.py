@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.passes.grad_norms import GradNorms
+from lightning_zero.engine.passes.gradients import BucketGrads
 from lightning_zero.engine.passes.sharded_grads import ShardedGrads
 from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.units.after_step import AfterStep

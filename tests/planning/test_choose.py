@@ -61,11 +61,11 @@ def test_gradients_that_wait_for_more_micro_batches_are_reduced_where_they_lie()
     plans = [place(shape, STAGES[Stage.zero1], OFFLOADS[Offload.none], 2) for shape in shapes]
     limits = Limits(10**6, 0, 10**6, micro_batches=2, has_link=False)
     assert of.activations is not None
-    held = peaks_with(plans, limits, of.activations.of(4))
+    held = peaks_with(plans, limits, of.activations.interpolate(4))
     bucket = plans[0].layout.numel * 4
     assert held[Phase.backward][Role.reducing, Tier.device] <= bucket
     assert held[Phase.backward][Role.grad, Tier.device] == len(plans) * bucket
-    once = peaks_with(plans, replace(limits, micro_batches=1), of.activations.of(4))
+    once = peaks_with(plans, replace(limits, micro_batches=1), of.activations.interpolate(4))
     assert once[Phase.backward][Role.reducing, Tier.device] > bucket
 
 

@@ -46,21 +46,21 @@ def test_logical_collectives_are_those_of_the_table(k: int, stays: bool) -> None
 
 def test_flat_has_one_group_of_shards_and_by_node_one_each() -> None:
     topology = flat(3)
-    assert topology.shard_groups == ((0, 1, 2),) and Ranks.of(2, topology).replicate == Group((2,), 0, 1)
+    assert topology.shard_groups == ((0, 1, 2),) and Ranks.locate(2, topology).replicate == Group((2,), 0, 1)
     topology = over_nodes("ab", HybridShard.node)
-    assert topology.shard_groups == ((0,), (1,)) and Ranks.of(1, topology).replicate == Group((0, 1), 1, 2)
+    assert topology.shard_groups == ((0,), (1,)) and Ranks.locate(1, topology).replicate == Group((0, 1), 1, 2)
     topology = over_nodes("ababab", HybridShard.node)
     assert topology.shard_groups == ((0, 2, 4), (1, 3, 5))
-    assert Ranks.of(3, topology).replicate == Group((2, 3), 1, 2) and topology.place_of(3) == (1, 1)
+    assert Ranks.locate(3, topology).replicate == Group((2, 3), 1, 2) and topology.place_of(3) == (1, 1)
 
 
 def test_ranks_with_one_batch_are_adjacent_and_gradients_of_parts_are_divided_by_batches() -> None:
     settings = make_config(stage="zero1", tensor_parallel=2)
-    whole, parts = Ranks.of(3, flat(4), settings), Ranks.of(3, by_part(flat(4), 2), settings)
+    whole, parts = Ranks.locate(3, flat(4), settings), Ranks.locate(3, by_part(flat(4), 2), settings)
     assert parts.tensor == parts.same_batch == parts.parts == Group((2, 3), 1, 2) and whole.parts.size == 1
     assert parts.shard == parts.batch == whole.batch == Group((1, 3), 1, 2) and parts.replicate.ranks == (3,)
-    experts = Ranks.of(2, by_part(flat(4), 4), make_config(stage="zero1", expert_parallel=4))
-    sequences = Ranks.of(1, flat(4), make_config(stage="zero1", sequence_parallel=4))
+    experts = Ranks.locate(2, by_part(flat(4), 4), make_config(stage="zero1", expert_parallel=4))
+    sequences = Ranks.locate(1, flat(4), make_config(stage="zero1", sequence_parallel=4))
     assert sequences.same_batch == Group((0, 1, 2, 3), 1, 4) and sequences.batch == Group((1,), 0, 1)
     assert [ranks.grad_divisor for ranks in (whole, parts, experts, sequences)] == [4, 2, 4, 4]
 
@@ -69,9 +69,12 @@ def test_gradients_are_summed_in_levels_where_nodes_share_shards() -> None:
     topology = over_nodes("aaaabbbb", exchanges=True)
     kept = over_nodes("aaaabbbb", HybridShard.node_backward)
     assert topology.sum_groups == kept.node_groups == ((0, 1, 2, 3), (4, 5, 6, 7)) and not kept.sum_groups
-    assert Ranks.of(6, topology).across == Group((2, 6), 1, 2) and Ranks.of(6, kept).node == Ranks.of(6, topology).sum
+    assert (
+        Ranks.locate(6, topology).across == Group((2, 6), 1, 2)
+        and Ranks.locate(6, kept).node == Ranks.locate(6, topology).sum
+    )
     parts = by_part(topology, 2)
-    assert parts.sum_groups == ((0, 2), (4, 6), (1, 3), (5, 7)) and Ranks.of(5, parts).across.ranks == (1, 5)
+    assert parts.sum_groups == ((0, 2), (4, 6), (1, 3), (5, 7)) and Ranks.locate(5, parts).across.ranks == (1, 5)
     # Not where a node has one of the ranks, nodes are uneven, ranks of a node are not adjacent, or nodes share nothing.
     one_level = [over_nodes(names, exchanges=True) for names in ("aab", "abab", "aa", "a" * 64 + "b" * 64)]
     one_level += [by_part(topology, 4), over_nodes("aaaabbbb", HybridShard.node, exchanges=True)]

@@ -38,7 +38,7 @@ def memory_of(nbytes: int, seed: int = 0) -> memoryview:
 def disk_file(path: Path, nbytes: int = 0, **kwargs: Any) -> Iterator[DiskFile]:
     file = DiskFile(path / "data", **kwargs)
     try:
-        file.ensure(nbytes)
+        file.grow(nbytes)
         yield file
     finally:
         file.close()

@@ -519,7 +519,7 @@ def test_regions_do_not_overlap_and_holes_are_whole(steps: list[tuple[int, int]]
         if nbytes:
             holes = [high - low for low, high in regions.holes]
             before = regions.end
-            low = regions.take(nbytes, ensure)
+            low = regions.reserve(nbytes, ensure)
             assert (regions.end == before) == (max(holes, default=0) >= nbytes)
             taken.append((low, low + nbytes))
         elif taken:

@@ -387,9 +387,9 @@ def shown(root: Path, checkpoint: dict[str, Any], *, bar: bool = True, **fit: An
 @on_ranks(2)
 def test_saves_and_loads_count_their_bytes(name: str, background: bool, tmp_path: Path) -> None:
     ran: list[Passes] = []
-    rest = Passes.rest
+    end_run = Passes.end_run
     settings = {"name": name, "background": background, "verify": True}
-    with mock.patch.object(Passes, "rest", lambda passes: (ran.append(passes), rest(passes))):
+    with mock.patch.object(Passes, "end_run", lambda passes: (ran.append(passes), end_run(passes))):
         saved = shown(tmp_path, settings)
         loaded = shown(tmp_path, settings, ckpt_path=tmp_path / "a.ckpt")
     if dist.get_rank():

@@ -10,7 +10,7 @@
     passes         begins and ends passes; phases: the phases of a pass
     gather_order   gathers and reshards units, in one order on all ranks
     saved_weights  gathers weights that autograd has saved, when a backward reads them
-    gradients      reduces gradients into shards; bucket_grads: collects a bucket's gradients before its reduction
+    gradients      collects gradients, and reduces these into shards
     sharded_grads  clipping and values of gradients; sharded_grad: ``param.grad``; grad_norms: norms
     access         reads and writes of parameters by users' code outside of their units' calls
     writes         what users have written: to parameters, for the masters, and to buffers

@@ -36,11 +36,7 @@ class Access:
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._place_of = units.place_of
-        self._passes = passes
-        self._after_step = passes.after_step
-        self._writes = passes.writes
-        self._between = passes.between
-        self._fence = passes.fence
+        self._passes, self._between, self._fence = passes, passes.between, passes.fence
         self._unit_of: dict[Bucket, Unit] = {bucket: unit for unit in units for bucket in unit.buckets}
         own((info.param for unit in units for info in unit.infos), self)
 
@@ -53,13 +49,14 @@ class Access:
         brought = self._bring(params, operation, saves=torch.is_grad_enabled() and operation != "detach")
         # Outside of ``outside_autograd``: the caller's grad mode says whether autograd will save weights.
         saved, saves = self._passes.saved, bool(brought) and torch.is_grad_enabled()
-        packs = saves and hooks_allowed() and saved.alone
-        with saved.hooked() if packs else contextlib.nullcontext():
+        hooked = saves and hooks_allowed() and saved.alone
+        with saved.hooked() if hooked else contextlib.nullcontext():
             result = run()
         # Our hooks miss some uses of a buffer: weights that autograd saved without them, and results that are views.
         tensors = [t for t in find_tensors(result) if not any(t is p for p in params)]
         for unit in brought:
-            self._passes.borrowed(unit, keep=(saves and not packs) or any(saved.owner_of(t) is unit for t in tensors))
+            keep = (saves and not hooked) or any(saved.owner_of(t) is unit for t in tensors)
+            self._passes.borrowed(unit, keep=keep)
         return result
 
     def strides(self, param: nn.Parameter) -> tuple[int, ...]:
@@ -74,7 +71,7 @@ class Access:
             for unit in self._bring([param], "data"):
                 self._passes.borrowed(unit, keep=True)
         values = read()
-        (self._between if place.bucket.shown is Shown.MASTERS else self._writes).hand_out(place, values)
+        (self._between if place.bucket.shown is Shown.MASTERS else self._passes.writes).hand_out(place, values)
         return values
 
     def takes_grad(self, param: nn.Parameter, value: Tensor) -> bool:
@@ -106,9 +103,9 @@ class Access:
             return
         place.bucket.awaited_step.wait()
         # Another rank may wait for this unit's param sync. And a gather under way would overwrite the new values.
-        self._after_step.sync_params(unit)
+        self._passes.after_step.sync_params(unit)
         unit.unshard_wait()
-        self._writes.replace(place, value)
+        self._passes.writes.replace(place, value)
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str, *, saves: bool = False) -> list[Unit]:
@@ -131,7 +128,7 @@ class Access:
                 # Between passes maybe only some ranks come here: tell the others where, for their error message.
                 read = f"a read of {place.info.fqn} between steps, which takes all ranks"
                 with self._passes.comm.set_place(read if self._passes.key is None else self._passes.comm.waits.place):
-                    self._after_step.sync_params(unit)
+                    self._passes.after_step.sync_params(unit)
                     unit.unshard_wait()
                 continue
             if self._passes.shows_masters(saves=saves):

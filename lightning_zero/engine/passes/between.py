@@ -85,7 +85,8 @@ class _Memory:
         """Give the parameter, which shows its memory, the values of ``value``. Views that users hold stay as they are;
         one that is assigned is the parameter's memory again."""
         are_held = references(self.full) > 1 + len(self.bucket.params) - len(self.own)
-        if _is_same_memory(first := self.bucket.part_of(self.full, info), value):
+        first = self.bucket.part_of(self.full, info)
+        if (first.data_ptr(), first.shape, first.stride()) == (value.data_ptr(), value.shape, value.stride()):
             self.own.pop(info.slot, None)
         elif are_held:
             self.own[info.slot] = torch.empty_strided(info.shape, info.strides, dtype=first.dtype, device=first.device)
@@ -114,7 +115,7 @@ class Between:
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.rounded: list[Bucket] = []
         self.in_run = self.rounds = False
-        self._thread = 0  # that runs hooks
+        self._thread = 0  # number of the thread that runs hooks
 
     def begin_run(self) -> None:
         """Allow uses: all ranks run the same code from now on. Sends no message."""
@@ -134,8 +135,8 @@ class Between:
         return self.in_run and threading.get_ident() == self._thread
 
     def takes_calls(self, device: torch.device) -> bool:
-        """Return whether a call of a module outside of steps must see masters: one outside of autocast has inputs of
-        their dtype, which a pass does not compute in."""
+        """Return whether a call of a module outside of steps must see masters. A call outside of autocast gets inputs
+        in the dtype of the masters, in which a pass does not compute."""
         return self.rounds and not torch.is_autocast_enabled(device.type)
 
     def plans_changed(self) -> None:
@@ -143,12 +144,12 @@ class Between:
         self.rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
 
     def pass_begins(self) -> None:
-        """Show users' code compute parameters, of those that stay gathered."""
+        """Show users' code the compute parameters of buckets that stay gathered."""
         for bucket in self.rounded:
             bucket.hide_rounded(False)
 
     def pass_ends(self) -> None:
-        """Have users' code ask for parameters, of which it must see masters from now on."""
+        """Make each use of a parameter call the engine: users' code must see masters from now on."""
         for bucket in self.rounded:
             bucket.hide_rounded(True)
 
@@ -211,18 +212,16 @@ class Between:
         if not nbytes:
             return False
         accelerator, on_device = self._comm.streams.accelerator, self._comm.device.type != "cpu"
-        if on_device and accelerator.free_nbytes() < 2 * nbytes:  # else it fits without what the allocator keeps
+        if on_device and accelerator.free_nbytes() < 2 * nbytes:  # else there is room without what the allocator keeps
             accelerator.release_cached()
         own = machine(), available_host_memory(), accelerator.free_nbytes()
         table = self._comm.gather_checked(own, f"{what}, which all ranks must call")
-        places = [place for place, *_ in table]
+        places, numbered = [place for place, *_ in table], list(enumerate(table))
         hosts = [
             reason_not_to_fit(nbytes, free // places.count(place), f"the host of rank {rank}, for each of its ranks")
-            for rank, (place, free, _) in enumerate(table)
+            for rank, (place, free, _) in numbered
         ]
-        devices = [
-            reason_not_to_fit(nbytes, free, f"the device of rank {rank}") for rank, (*_, free) in enumerate(table)
-        ]
+        devices = [reason_not_to_fit(nbytes, free, f"the device of rank {rank}") for rank, (*_, free) in numbered]
         why = next(filter(None, devices if on_device else hosts), None)
         if why and on_device and or_on_host and not any(hosts):
             if self._comm.rank == 0:
@@ -244,7 +243,7 @@ class Between:
         for bucket in unit.buckets:
             if bucket.shown is Shown.PLAIN or not (_needs_masters(bucket) or bucket in self.memory):
                 continue
-            full = bucket.full_master().to(bucket.dtypes.master)  # those of frozen parameters are rounded
+            full = bucket.full_master().to(bucket.dtypes.master)  # frozen parameters rest in the compute dtype
             if (memory := self.memory.get(bucket)) is None:
                 memory = self.memory[bucket] = _Memory(bucket, full)
             else:
@@ -335,8 +334,8 @@ class Between:
     def _hide(self, units: Sequence[Unit], what: str) -> None:
         hidden = [bucket for unit in units for bucket in unit.buckets if bucket.shown is Shown.MASTERS]
         self.shown = [unit for unit in self.shown if unit not in units]
-        # Of units that were hidden before, too, users may hold views, and may have written to them: looked at in the
-        # end, or when the views are gone.
+        # Users may hold views of units that were hidden before, too, and may have written to these views. Look at them
+        # when all units are hidden, or when the views are gone.
         gone = [b for b in self.memory if b.shown is not Shown.MASTERS and not self.memory[b].is_held]
         looked_at = [b for b in self.memory if b in hidden or b in gone or not self.shown]
         self._take_over(looked_at, hidden, what)
@@ -388,10 +387,6 @@ class Between:
                 if memory.handed_out[info.slot] != before:
                     found.add(info.slot)
         return sorted(found)
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and (one.shape, one.stride()) == (other.shape, other.stride())
 
 
 def _needs_masters(bucket: Bucket) -> bool:

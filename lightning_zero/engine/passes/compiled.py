@@ -95,8 +95,8 @@ def _refuse_split(module: nn.Module) -> None:
     if any((split := split_of(param)) is not None and split.by == "tensor_parallel" for param in inner):
         raise ConfigError(
             "zero.tensor_parallel: expected split layers outside of compiled modules (a graph would not see their "
-            f"parts), got a compiled {type(module).__name__} with such. Compile the layers or functions inside of it, "
-            "or drop torch.compile."
+            f"parts), got a compiled {type(module).__name__} that holds split layers. Compile the layers or functions "
+            "inside of it, or drop torch.compile."
         )
 
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 
 from lightning_zero.comm.agreements import ApartError
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.passes.gradients import IssuedReductions
+from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.schedule import Cursor, Plan, compile_plan, may_come_ahead
+from lightning_zero.settings import ZeroConfig
 
 DONE = -1
 CALLED = -2
@@ -32,12 +33,9 @@ class GatherOrder:
 
     units: Sequence[Unit]
     comm: Communicator
-    _issued: IssuedReductions
+    _reducer: Reducer
     _after_step: AfterStep
-    _: KW_ONLY
-    prefetch_bytes: int
-    keep_bytes: int
-    dynamic: bool
+    _config: ZeroConfig
     plans: dict[str, Plan] = field(default_factory=dict)
     ahead: int = 0  # number of uses whose gather had been issued before
     missed: int = 0  # number of uses that had to issue their gather
@@ -61,7 +59,7 @@ class GatherOrder:
         run through this order several times."""
         self._key, self._cyclic = key, cyclic
         plan = None if self.apart else self.plans.get(key)
-        self._issued.pass_begins(one_path=plan is not None and plan.one_path)
+        self._reducer.pass_begins(one_path=plan is not None and plan.one_path)
         self._one_path = True
         anything = any(unit.reshards for unit in self.units)  # else a pass has no gathers
         self._agreeing = plan is None and anything
@@ -111,7 +109,7 @@ class GatherOrder:
                     self._issue(index, ahead=index != unit.index)
                     self._drop_idle(unit)
             else:
-                self._agreeing, self._issued.one_path = True, False
+                self._agreeing, self._reducer.one_path = True, False
                 needs = f"needs unit {unit.title} next ({self._key})"
                 self.comm.waits.place = f"{needs}, which the recorded order does not have here"
                 self._serve(self._exchange(unit.index), own=unit)
@@ -128,9 +126,7 @@ class GatherOrder:
         with self.comm.set_place(what):
             cursor = None if self._agreeing else self._cursor
             if self._agreeing:
-                while set(wants := self._exchange(MEETS)) != {MEETS}:
-                    self._serve(wants)
-                    self._drop_idle()
+                self._serve_until(MEETS)
                 self._history.append(MEETS)
             elif cursor is not None:
                 self._issue_ahead(cursor.up_to(MEETS) or ())
@@ -146,22 +142,19 @@ class GatherOrder:
     def end(self) -> None:
         """End the pass: issue the gathers that other ranks still need, and record a new order. Collective."""
         if self._agreeing:
-            while set(wants := self._exchange(DONE)) != {DONE}:
-                self._serve(wants)
-                self._drop_idle()
-            if not self.dynamic:
+            self._serve_until(DONE)
+            if not self._config.dynamic_graph:
                 self._learn()
         elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
             self._issue_ahead(self._cursor.rest())
         self._free_leaving()
 
     def call_ends(self) -> None:
-        """Under ``dynamic``, take part in gathers until all ranks have left their outermost module call. Collective."""
+        """Under ``zero.dynamic_graph``, take part in gathers until all ranks have left their outermost module call.
+        Collective."""
         # Users' own messages may follow the call, so every rank must have its units by then.
-        if self.dynamic and self._agreeing:
-            while not {CALLED, DONE, MEETS}.issuperset(wants := self._exchange(CALLED)):
-                self._serve(wants)
-                self._drop_idle()
+        if self._config.dynamic_graph and self._agreeing:
+            self._serve_until(CALLED, DONE, MEETS)
 
     def abort(self) -> None:
         self._cursor, self._agreeing, self.holds_next, self.apart = None, False, False, False
@@ -173,8 +166,8 @@ class GatherOrder:
     def _exchange(self, want: int) -> list[int]:
         """Send ``want``: index of a unit, DONE, CALLED or MEETS. Returns what each rank sent. Collective."""
         taken = self._cursor.taken if self._cursor is not None else 0
-        wants, issued, places = self.comm.exchange(want, self._issued.here, taken)
-        self._issued.everywhere = min(issued)
+        wants, issued, places = self.comm.exchange(want, self._reducer.issued, taken)
+        self._reducer.issued_everywhere = min(issued)
         self._one_path &= len(set(wants)) == 1
         if {MEETS, DONE}.issubset(wants):
             ranks = [rank for rank, other in enumerate(wants) if other == MEETS]
@@ -185,6 +178,13 @@ class GatherOrder:
         if self._cursor is not None:  # ranks have left the plan, maybe some sooner than others
             self._issue_ahead(self._cursor.up_to_number(max(places)))
         return wants
+
+    def _serve_until(self, sent: int, *also: int) -> None:
+        """Send ``sent``, and take part in gathers that other ranks need, until all have sent this or one of ``also``.
+        Collective."""
+        while not {sent, *also}.issuperset(wants := self._exchange(sent)):
+            self._serve(wants)
+            self._drop_idle()
 
     def _serve(self, wants: Sequence[int], own: Unit | None = None) -> None:
         wanted = list(dict.fromkeys(want for want in wants if want >= 0))
@@ -199,7 +199,7 @@ class GatherOrder:
             del self.plans[self._key]  # incomplete; the next pass records a whole one
             return
         nbytes = [unit.gathered_nbytes for unit in self.units]
-        plan = compile_plan(self._history, nbytes, self.keep_bytes, cyclic=self._cyclic)
+        plan = compile_plan(self._history, nbytes, self._config.keep_gathered_bytes, cyclic=self._cyclic)
         self.plans[self._key] = plan._replace(one_path=self._one_path)
 
     # -- issuing --------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class GatherOrder:
         if not self._agreeing:
             self._history.append(index)
         if unit is self._leaving:
-            self._free_leaving()  # it takes its memory again, after the uses so far
+            self._free_leaving()  # the gather takes the memory again, after the uses so far
         unit.unshard_begin()
         if ahead:
             self._idle.append(unit)
@@ -225,6 +225,7 @@ class GatherOrder:
         self.holds_next = False
         if self._cursor is None or self._agreeing:
             return
+        most = self._config.prefetch_bytes
 
         def admit(index: int) -> bool:
             if index == MEETS:
@@ -232,13 +233,13 @@ class GatherOrder:
             unit = self.units[index]
             if unit.state is not State.SHARDED or not self._may_come_early(unit):
                 return False
-            if not may_come_ahead(unit.gathered_nbytes, [u.gathered_nbytes for u in self._idle], self.prefetch_bytes):
+            if not may_come_ahead(unit.gathered_nbytes, [u.gathered_nbytes for u in self._idle], most):
                 return False
             self._issue(index, ahead=True)
             return True
 
         self._cursor.ahead(admit)
-        if (following := self._cursor.peek()) is not None and following != MEETS and self.prefetch_bytes:
+        if (following := self._cursor.peek()) is not None and following != MEETS and most:
             unit = self.units[following]
             if unit.state is State.SHARDED:
                 self.holds_next = not self._may_come_early(unit)
@@ -257,7 +258,7 @@ class GatherOrder:
         ``wanted``."""
         if len(self._idle) < 2:
             return
-        budget = max(self.prefetch_bytes, *[u.gathered_nbytes for u in self._idle])
+        budget = max(self._config.prefetch_bytes, *[u.gathered_nbytes for u in self._idle])
         while len(self._idle) > 1 and sum([u.gathered_nbytes for u in self._idle]) > budget:
             unit = self._idle.popleft()
             if unit is wanted:

@@ -1,18 +1,25 @@
-"""Takes gradients from autograd and reduces buckets over the ranks into shards, in a fixed order.
+"""Collects gradients that autograd has computed, and reduces them over the ranks into shards, in a fixed order.
 
 ::
 
-    hook(p)      p.grad goes into the bucket's local buffer: bucket_grads.py
-    bucket full  -> ready -> (all buckets before it in the order are issued) -> reduce_scatter / all_reduce
-    finish       adds the sum to the bucket's GradStore, drops the local buffer
+    hook(p)      store_grad puts p.grad into the bucket's local buffer. On a device its copy waits for the bucket's last
+                 gradient, so that copy_in copies all in one call, times ``scale_on_arrival``
+    bucket full  -> ready -> (all buckets before it in the order are issued) -> buffer_to_reduce -> Communicator.reduce
+    finish       adds the sum, times ``scale_of_sum``, to the bucket's GradStore, and drops the local buffer
 
 A rank without gradients for a bucket reduces zeros, because other ranks may have gradients.
+
+One of the two factors divides by the number of ranks and the loss scale; the other is 1 (``_choose_scales``). Gradients
+narrower than their sum (bf16, summed in fp32) are sent without loss: they stay undivided in the buffer, and a
+parameter's second gradient is stored outside of the buffer, in the sum's dtype.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -20,34 +27,216 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Reduction, SpareBuffers
 from lightning_zero.device import recording
-from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.torch_modes import outside_autograd, without_history
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTES
 
 
-class IssuedReductions:
-    """Counts the reductions issued in a pass: this rank has issued ``here``, and each rank at least ``everywhere``.
-    ``one_path``: whether all ranks used the same units when this pass's plan was made, and seem to still."""
+@dataclass(eq=False)
+class BucketGrads:
+    """Holds the gradients that one bucket has received, and tracks which are not reduced yet."""
 
-    def __init__(self) -> None:
-        self.pass_begins(one_path=False)
+    bucket: Bucket
+    scale: float  # 1 / (number of ranks * loss scale)
+    spare: SpareBuffers
+    local: Tensor | None = None  # [numel] unreduced gradients in ``local_dtype``
+    written: set[int] = field(default_factory=set)  # slots that have a gradient in ``local``
+    batched_copy: bool = False  # copy a bucket's gradients into ``local`` in one call, after the last
+    waiting: dict[int, Tensor] = field(default_factory=dict)  # gradients not yet copied, by slot
+    keeps_wire_dtype: bool = False  # ``local`` holds one backward's gradients in autograd's dtype
+    second_arrivals: dict[int, Tensor] = field(default_factory=dict)  # late gradients, in reduce_dtype
+    arrived: set[int] = field(default_factory=set)  # slots with a gradient in this backward
+    reduces: bool = True  # in this backward, and not only in a later one
+    issued: bool = False  # reduced in this backward
+    used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since the last clear
+    agreed: set[int] = field(default_factory=set)  # slots with a reduced gradient of any rank
+    partial: set[int] = field(default_factory=set)  # slots that lack gradients of a backward that raised
 
-    def pass_begins(self, *, one_path: bool) -> None:
-        self.here = self.everywhere = 0
-        self.one_path = one_path
+    def __post_init__(self) -> None:
+        # Whether ranks send gradients by an all-to-all in autograd's dtype, and divide the sum afterwards.
+        self._exchanges = self.bucket.dtypes.exchanged and self.bucket.comm.exchanges
+        self._choose_dtypes()
+
+    def begin(self, *, reduces: bool, fresh: bool) -> None:
+        """Reset for a backward. ``reduces``: this backward reduces this bucket. ``fresh``: this backward reduces, and
+        no gradients of earlier backwards (``no_sync``) wait for that reduction; equal on all ranks."""
+        self.arrived, self.issued, self.reduces = set(), False, reduces
+        self.keeps_wire_dtype = self._exchanges and (fresh or not self.bucket.plan.accumulates_locally)
+        self._choose_dtypes()
+
+    def _choose_dtypes(self) -> None:
+        """Set ``local_dtype``, ``sent_dtype`` (of the next buffer to reduce) and ``total_dtype`` (of the sum of that
+        buffer if ranks send it by an all-to-all, else None)."""
+        dtypes = self.bucket.dtypes
+        self.total_dtype: torch.dtype | None
+        self.local_dtype = dtypes.grad if self.bucket.plan.accumulates_locally else dtypes.reduce
+        if self.keeps_wire_dtype:
+            self.local_dtype = dtypes.wire
+        narrow = self.keeps_wire_dtype or (self._exchanges and self.local_dtype == dtypes.compute)
+        self.sent_dtype, self.total_dtype = (dtypes.wire, dtypes.reduce) if narrow else (dtypes.reduce, None)
+        self._choose_scales()
+
+    def _choose_scales(self) -> None:
+        """Decide whether to multiply each gradient on arrival or the reduced sum by ``scale``: set the factors
+        ``scale_on_arrival`` and ``scale_of_sum``. All ranks decide alike.
+
+        Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
+        """
+        wide = torch.float16 not in (self.bucket.dtypes.reduce, self.local_dtype)
+        later = self._exchanges or (self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5)
+        self.scale_on_arrival, self.scale_of_sum = (1.0, self.scale) if later else (self.scale, 1.0)
+
+    def store_grad(self, slot: int, grad: Tensor) -> bool:
+        """Store one parameter's gradient. Returns whether the bucket needs a second reduction for this gradient."""
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()  # sparse embedding gradients; shards are dense
+        fits = not self.keeps_wire_dtype or (slot not in self.arrived and grad.dtype == self.bucket.dtypes.compute)
+        late = self.issued or not fits
+        if self.keeps_wire_dtype and late:
+            if slot in self.second_arrivals:
+                self.second_arrivals[slot].add_(grad)
+            else:
+                self.second_arrivals[slot] = grad.to(self.bucket.dtypes.reduce, copy=True)
+        else:
+            if slot in self.waiting:
+                self.copy_in()
+            if self.batched_copy:
+                self.waiting[slot] = grad
+            else:
+                self._add(slot, grad)
+        self.used.add(slot)
+        self.arrived.add(slot)
+        return late
+
+    def _place(self, local: Tensor, slot: int) -> Tensor:
+        """Return a view of the elements of the parameter at ``slot`` in ``local``, in the parameter's shape."""
+        info = self.bucket.params[slot]
+        return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
+
+    def local_grads(self) -> dict[int, Tensor]:
+        """Return this rank's unreduced gradients by slot: views of the local buffer, times ``scale_on_arrival``."""
+        self.copy_in()
+        return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
+
+    def set_scale(self, scale: float) -> None:
+        """Multiply the gradients of the next backwards by ``scale``."""
+        if scale != self.scale:
+            before, self.scale = self.scale_of_sum, scale
+            self._choose_scales()
+            if self.local is not None and before != self.scale_of_sum:
+                self.local.mul_(before / self.scale_of_sum)
+
+    def _add(self, slot: int, grad: Tensor) -> None:
+        if self.local is None:
+            # Uninitialized: ``buffer_to_reduce`` zeroes what no gradient has filled.
+            self.local = self.spare.take_buffer(self.bucket.layout.numel, self.local_dtype, grad.device)
+        view = self._place(self.local, slot)
+        if slot in self.written:
+            view.add_(grad, alpha=self.scale_on_arrival)
+        else:
+            _put(view, grad, self.scale_on_arrival)
+            self.written.add(slot)
+
+    def copy_in(self) -> None:
+        """Copy the gradients in ``waiting`` into the local buffer, in one call for all."""
+        waiting, self.waiting = self.waiting, {}
+        if len(waiting) < 2:
+            for slot, grad in waiting.items():
+                self._add(slot, grad)
+            return
+        if self.local is None:
+            device = next(iter(waiting.values())).device
+            self.local = self.spare.take_buffer(self.bucket.layout.numel, self.local_dtype, device)
+        scale = self.scale_on_arrival
+        views = {slot: self._place(self.local, slot) for slot in waiting}
+        new = [slot for slot in waiting if slot not in self.written]
+        if scale == 1.0 and new:
+            torch._foreach_copy_([views[slot] for slot in new], [waiting[slot] for slot in new])
+        else:
+            for slot in new:
+                _put(views[slot], waiting[slot], scale)
+        if more := [slot for slot in waiting if slot in self.written]:
+            torch._foreach_add_([views[slot] for slot in more], [waiting[slot] for slot in more], alpha=scale)
+        self.written.update(waiting)
+
+    def buffer_to_reduce(self) -> Tensor:
+        """Return a buffer to reduce, zero where no gradient came. A second call returns one with the late gradients."""
+        bucket, dtype = self.bucket, self.sent_dtype
+        self.copy_in()
+        full = self.local
+        # Zeros: other ranks reduce the bucket and would wait for this rank.
+        if full is None:
+            full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
+        else:
+            empty = [full[low:high] for low, high in bucket.gaps]
+            for place in bucket.layout.slots:
+                if place.index not in self.written:
+                    empty.append(full[place.start : place.start + place.numel])
+            if empty:
+                torch._foreach_zero_(empty)
+        if self.issued:
+            for slot, grad in self.second_arrivals.items():
+                self._place(full, slot).copy_(grad)
+            self.second_arrivals = {}
+        # Released here: the reduction keeps the buffer as long as a stream reads it.
+        self.local = None
+        self.written, self.issued = set(), True
+        self.sent_dtype, self.total_dtype = bucket.dtypes.reduce, None  # of late gradients
+        return full if full.dtype == dtype else full.to(dtype)
+
+    def drop(self) -> None:
+        self.partial = set(self.used)
+        self.local, self.written, self.waiting, self.second_arrivals = None, set(), {}, {}
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """Drop local and reduced gradients of ``slots``, after the user has set ``param.grad`` to None."""
+        gone = set(slots) & (self.used | self.agreed)
+        if not gone:
+            return
+        self.partial -= gone
+        self.used -= gone
+        self.agreed -= gone
+        self.written -= gone
+        for slot in gone:
+            self.waiting.pop(slot, None)
+            self.second_arrivals.pop(slot, None)
+        if not self.written:
+            self.local = None  # else cleared gradients would be reduced with the next backward
+        if self.agreed:
+            for slot in gone:
+                self._zero_reduced(slot)
+        else:
+            self.bucket.grad_store.clear()
+
+    def replace(self, slot: int, grad: Tensor) -> None:
+        """Store ``grad``, whole, in the place of this rank's unreduced gradients of ``slot``."""
+        self.copy_in()
+        self.written.discard(slot)
+        self.second_arrivals.pop(slot, None)
+        self._add(slot, grad)
+        self.used.add(slot)
+
+    def zero(self, slot: int) -> None:
+        """Zero the gradient of ``slot``, for ``param.grad.zero_()``. A step uses these zeros; after None it skips."""
+        self.written.discard(slot)
+        self.partial.discard(slot)
+        self._zero_reduced(slot)
+
+    def _zero_reduced(self, slot: int) -> None:
+        """Zero also the padding that follows, which clipping of gradients that were not finite has made NaN."""
+        (low, high), layout = self.bucket.owned_range, self.bucket.layout
+        stop = layout.slots[slot + 1].start if slot + 1 < len(layout.slots) else layout.numel
+        if (grad := self.bucket.grad) is not None:
+            grad[max(layout.slots[slot].start - low, 0) : max(min(stop, high) - low, 0)].zero_()
 
 
 class Reducer:
     """Issues reductions in one order on all ranks and adds their results to the gradient stores."""
 
-    def __init__(
-        self, buckets: Iterable[Bucket], comm: Communicator, issued: IssuedReductions, max_in_flight_nbytes: int
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], comm: Communicator, max_in_flight_nbytes: int) -> None:
         """``max_in_flight_nbytes``: bound on the buffers of unfinished reductions. Exceeded where a wait could hang."""
         self.comm = comm
-        self._issued = issued
-        buckets = list(buckets)
+        self.pass_begins(one_path=False)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
         self.spare = SpareBuffers(min(KEPT_BUFFERS * nbytes, KEPT_BUFFERS_NBYTES))
         # On a device one kernel copies all gradients of a bucket. On the host a gradient is copied while it is still in
@@ -61,18 +250,17 @@ class Reducer:
         self.loss_scale = 1.0
         self._unscaled: set[int] = set()  # ids of parameters
         self._waiting: set[Bucket] = set()  # buckets with unreduced gradients of ``no_sync``; equal on all ranks
-        self.completed: list[Bucket] = []  # in the order of becoming ready in this backward
-        self._key = ""
-        self._late: set[Bucket] = set()
         self.plans_changed()
-        self._next = 0
         self._expected: dict[Bucket, int] = {}  # number of parameters that require a gradient
-        self._ready: set[Bucket] = set()
-        self._lagging_here: set[Bucket] = set()
         self._in_flight: list[tuple[Bucket, Reduction]] = []
         self._second_half: list[tuple[Bucket, Reduction]] = []
         self._flying_nbytes = 0
         self._max_in_flight_nbytes = max_in_flight_nbytes
+
+    def pass_begins(self, *, one_path: bool) -> None:
+        """Start to count the reductions of a pass. ``one_path``: all ranks use the same units, as far as is known."""
+        self.issued = self.issued_everywhere = 0  # by this rank; at least so many by each rank
+        self.one_path = one_path
 
     def plans_changed(self) -> None:
         """Forget the learned orders of reductions, after buckets got new placements. Existing gradients stay."""
@@ -89,11 +277,12 @@ class Reducer:
         for bucket, grads in self.grads.items():
             self._expected[bucket] = sum([info.param.requires_grad for info in bucket.params])
             grads.begin(reduces=self.synchronize or not bucket.plan.accumulates_locally, fresh=not self.unreduced)
-        self._late, self._lagging_here = set(), set()
+        self._late: set[Bucket] = set()  # with a second gradient of a parameter
+        self._lagging_here: set[Bucket] = set()
         self._waiting |= {b for b, grads in self.grads.items() if self._expected[b] and not grads.reduces}
         # If all parameters of a waiting bucket are frozen by now, this backward brings nothing more for the bucket.
         self._ready = {b for b in self._waiting if self.synchronize and not self._expected[b]}
-        self.completed = []
+        self.completed: list[Bucket] = []  # in the order of becoming ready in this backward
         self._next = 0
 
     @contextlib.contextmanager
@@ -166,7 +355,7 @@ class Reducer:
         self._second_half = []
         if self._key not in self._orders:
             self._learn_order()
-        # Last: buckets that some rank completes only at its end. They would hold up the others.
+        # Buckets that some rank completes only at the end of its backward come last. They would hold up the others.
         self._orders[self._key].sort(key=self._lagging[self._key].__contains__)
         self.unreduced &= not self.synchronize
         if self.synchronize:
@@ -233,9 +422,9 @@ class Reducer:
         issues no gathers. So it waits only if all ranks have issued that reduction, or need no gather before they issue
         it. Otherwise ranks could wait for each other for ever. On a device a stream waits, not the host, so there it is
         enough that all ranks use the same units."""
-        oldest = self._issued.here - len(self._in_flight)
-        is_sent = oldest < self._issued.everywhere
-        return is_sent or not self._gathers_in_backward or (self.comm.queues and self._issued.one_path)
+        oldest = self.issued - len(self._in_flight)
+        is_sent = oldest < self.issued_everywhere
+        return is_sent or not self._gathers_in_backward or (self.comm.queues and self.one_path)
 
     def abort(self, deadline: float) -> None:
         """Drop the gradients of a backward that raised. Sends nothing; awaits messages in flight until ``deadline``."""
@@ -274,10 +463,10 @@ class Reducer:
                 break
             self._land()
         full = grads.buffer_to_reduce()
-        self._issued.here += 1
-        operation = bucket.comm.reduce_scatter if bucket.plan.shards_master else bucket.comm.all_reduce
+        self.issued += 1
+        whole, factor = not bucket.plan.shards_master, grads.scale_of_sum
         with recording.profiled("reduce", bucket.label):
-            reduction = operation(full, bucket.label, factor=grads.scale_of_sum, total_dtype=total_dtype)
+            reduction = bucket.comm.reduce(full, bucket.label, whole=whole, factor=factor, total_dtype=total_dtype)
         if not self.comm.streams.are_there:
             reduction.used_up = full
         reduction.nbytes = nbytes
@@ -304,3 +493,14 @@ class Reducer:
             self.spare.give_back(full)
         with torch.no_grad():
             bucket.grad_store.add(reduced)
+
+
+def _put(view: Tensor, grad: Tensor, scale: float) -> None:
+    """Write ``grad * scale`` into ``view``. The product is computed in the wider of the two dtypes."""
+    exact = math.frexp(scale)[0] == 0.5 and grad.dtype is torch.bfloat16
+    if scale == 1.0:
+        view.copy_(grad)
+    elif grad.dtype == view.dtype or grad.itemsize > view.itemsize or exact:
+        torch.mul(grad, scale, out=view)
+    else:
+        view.copy_(grad).mul_(scale)  # in the gradient's narrower dtype the product would be inexact

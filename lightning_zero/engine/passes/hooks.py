@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.passes.containers import Args, Kwargs, dtype_hooks, find_tensors
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.passes.saved_weights import hooks_allowed
+from lightning_zero.engine.passes.saved_weights import hooks_allowed, weakly
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
@@ -50,7 +50,7 @@ class _Running(NamedTuple):
     """Records a call of a unit's module that has not returned yet."""
 
     unit: Unit
-    packing: contextlib.AbstractContextManager[None] | None
+    saving: contextlib.AbstractContextManager[None] | None  # context in which autograd calls our saved-tensor hooks
     handled: BaseException | None  # the exception that the caller handled when it made the call
     saved: tuple[int, int]  # numbers of tensors, and of the unit's weights, that had been saved before the call
 
@@ -59,7 +59,7 @@ class Hooks:
     def __init__(self, passes: Passes) -> None:
         # Weakly: modules hold these hooks, and passes hold parameters. The garbage collector does not see the part of
         # that cycle inside of autograd, so the engine would live for ever.
-        self._passes = ref(passes)
+        self._passes, self._backward_begins = ref(passes), weakly(passes.backward_begins, None)
         self._handles: list[RemovableHandle] = []
         self._watched: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}
         self._call = 0
@@ -112,7 +112,7 @@ class Hooks:
 
         # outside_graphs: traced into a graph, our hooks would run once and never again.
         self._handles.append(target.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
-        # always_call: packing must end after a forward that raised, too.
+        # always_call: after a forward that raised, too, our saved-tensor hooks must be popped.
         self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
     def watch_calls(self, module: nn.Module) -> None:
@@ -231,16 +231,15 @@ class Hooks:
                 refuse("pickling (torch.save(module), sending it to a process)")
                 return copy.deepcopy(self).__reduce_ex__(protocol)
 
-        def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-            with hooks.passes.copying(self, "state_dict()"):
-                return type(self).state_dict(self, *args, **kwargs)
+        def with_masters(name: str) -> Callable[..., object]:
+            def method(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+                with hooks.passes.copying(self, f"{name}()"):
+                    return getattr(type(self), name)(self, *args, **kwargs)
 
-        def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> object:
-            with hooks.passes.copying(self, "load_state_dict()"):
-                return type(self).load_state_dict(self, *args, **kwargs)
+            return method
 
         hooks = self
-        methods: tuple[Callable[..., object], ...] = (apply, deepcopy, reduce, state_dict, load_state_dict)
+        methods: list[Callable[..., object]] = [apply, deepcopy, reduce, *map(with_masters, _PATCHES[3:])]
         for name, method in zip(_PATCHES, methods, strict=True):
             if name not in module.__dict__:  # else the user's own, which calls that of the class
                 module.__dict__[name] = types.MethodType(method, module)
@@ -295,11 +294,11 @@ class Hooks:
             self._raised()
             raise
         may_be_dropped = unit.index > 0 and unit.reshards and torch.is_grad_enabled()
-        packing = passes.saved.hooked() if may_be_dropped and hooks_allowed() else None
+        saving = passes.saved.hooked() if may_be_dropped and hooks_allowed() else None
         # torch keeps saved-tensor hooks on a stack, so :meth:`_post_forward` pops only the last entry of this list.
-        self._running.append(_Running(unit, packing, sys.exc_info()[1], (passes.saved.count, unit.saved)))
-        if packing is not None:
-            packing.__enter__()
+        self._running.append(_Running(unit, saving, sys.exc_info()[1], (passes.saved.count, unit.saved)))
+        if saving is not None:
+            saving.__enter__()
         elif may_be_dropped:
             # Autograd saves bare views of the buffer here, and reads them unnoticed. So the unit has to stay gathered.
             unit.is_held = True
@@ -343,7 +342,7 @@ class Hooks:
         # If a pre-hook has raised, ours or the user's, no call was recorded.
         if not self._running or self._running[-1].unit is not unit:
             return
-        _, packing, handled, (count, saved) = self._running[-1]
+        _, saving, handled, (count, saved) = self._running[-1]
         self._end_call()
         passes, outermost, error = self.passes, not self._running, sys.exc_info()[1]
         # A module may return None, or be called while another exception is handled.
@@ -352,17 +351,19 @@ class Hooks:
             return
         outputs = [t for t in find_tensors(output) if t.grad_fn is not None] if torch.is_grad_enabled() else []
         if unit.index == 0:
-            passes_ref = self._passes
+            begins = self._backward_begins
             for tensor in outputs:
-                tensor.register_hook(lambda _: _backward_begins(passes_ref))
-        elif unit.reshards and (unit.has_packed or packing is not None):
-            # bitsandbytes keeps bare views of the buffer for its backward, which no hooks of saved tensors pack. Hooks
-            # of the user's own and attributes of ctx may keep weights, too, inside of the forward.
+                tensor.register_hook(lambda _: begins())
+        elif unit.reshards and (unit.has_packed or saving is not None):
+            # Bare views of the buffer may have been kept for the backward, of which our saved-tensor hooks know
+            # nothing: by bitsandbytes, by saved-tensor hooks of the user's inside of the forward, or in attributes of
+            # ctx.
             if unit.has_packed or unit.saved == saved:
                 unit.is_held |= not outputs and self._hides_outputs(unit, args, kwargs)
-            # Of a single layer only hooks around all of it. Else it needs none: an Embedding packs its indices alone.
+            # A unit that is a single layer needs no hooks if autograd has saved tensors and none of its weights: the
+            # backward of an Embedding reads the saved indices alone.
             if not unit.is_leaf or unit.has_packed or unit.saved > saved or passes.saved.count == count:
-                given = {*map(id, args), *map(id, kwargs.values())}  # which it may pass on
+                given = {*map(id, args), *map(id, kwargs.values())}  # inputs, which the forward may return
                 needed = partial(_weights_needed, self._passes, unit.index)
                 for tensor in outputs:
                     if id(tensor) not in given:
@@ -372,9 +373,9 @@ class Hooks:
         )
 
     def _end_call(self) -> None:
-        packing = self._running.pop().packing
-        if packing is not None:
-            packing.__exit__(None, None, None)
+        saving = self._running.pop().saving
+        if saving is not None:
+            saving.__exit__(None, None, None)
 
     def forget_calls(self) -> None:
         """End the records of calls that never returned, because of an exception that hooks do not see."""
@@ -412,8 +413,3 @@ def _changes(fn: Callable[[Tensor], Tensor], dim: int, dtype: torch.dtype, devic
 def _weights_needed(passes_ref: ReferenceType[Passes], index: int, _: Tensor) -> None:
     if (passes := passes_ref()) is not None:
         passes.weights_needed(passes.units[index])
-
-
-def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
-    if (passes := passes_ref()) is not None:
-        passes.backward_begins()

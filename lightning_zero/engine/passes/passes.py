@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -37,7 +36,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param import ParamInfo
-from lightning_zero.engine.units.unit import State, Unit
+from lightning_zero.engine.units.unit import State, Unit, Units
 from lightning_zero.optimizers.refused import refuse_unequal
 from lightning_zero.settings import Precision, ZeroConfig
 from lightning_zero.timeline.compute_lane import ComputeLane
@@ -47,33 +46,25 @@ MOST_PLANS = 16  # passes of one step with a plan each; later ones, of a loop wi
 Look = Callable[[ParamInfo, Tensor], object]
 
 
-@dataclass(eq=False, repr=False)
 class Passes:
     """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods."""
 
-    units: Sequence[Unit]
-    comm: Communicator
-    _: KW_ONLY
-    order: GatherOrder
-    reducer: Reducer
-    after_step: AfterStep
-    writes: Writes
-    buffers: BufferSync
-    config: ZeroConfig
-    precision: Precision
-    hooks: Hooks = field(init=False)  # made after the passes
+    hooks: Hooks  # made after the passes
 
-    def __post_init__(self) -> None:
-        most = self.config.optimizer.skip_nonfinite
+    def __init__(self, module: nn.Module, units: Units, comm: Communicator, config: ZeroConfig, cores: int) -> None:
+        """Collective. ``cores``: number of cores for this rank's offloaded steps."""
+        self.units, self.comm, self.config = units, comm, config
+        self.precision = config.precision.name or Precision.fp32
+        self.after_step = AfterStep(units, comm.streams, cores)
+        self.reducer = Reducer(units.buckets, comm, config.reduce_bucket_bytes)
+        self.order = GatherOrder(units, comm, self.reducer, self.after_step, config)
+        self.writes, self.buffers = Writes(units.buckets, comm), BufferSync(module, comm)
+        most = config.optimizer.skip_nonfinite
         self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed, most_overflows=most)
-        self.between = Between(
-            self.units, self.comm, self.writes, most_bytes=self.order.prefetch_bytes, settle=self._settle
-        )
-        self.fence = Fence(
-            [b for unit in self.units for b in unit.buckets], in_pass=self._in_pass, in_run=lambda: self.between.in_run
-        )
-        self.timeline = Timeline(self.config.timeline, self.comm, self.wait_for_all)
-        self.saved = SavedWeights(self.units, weakly(self.weights_needed, False))
+        self.between = Between(units, comm, self.writes, most_bytes=config.prefetch_bytes, settle=self._settle)
+        self.fence = Fence(units.buckets, in_pass=self._in_pass, in_run=lambda: self.between.in_run)
+        self.timeline = Timeline(config.timeline, comm, self.wait_for_all)
+        self.saved = SavedWeights(units, weakly(self.weights_needed, False))
         self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
         self._open = OpenPass(None)
@@ -82,7 +73,8 @@ class Passes:
         self._noticed: Callable[[], object | None] = lambda: None  # gives None when the noticed backward is over
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False  # an exception has ended a pass, and no pass has begun since
-        self._stepped = False  # in a step that computes in fewer bits: since an optimizer's step no module was called
+        # In a step that computes in fewer bits than masters have: no module was called since an optimizer's step.
+        self._stepped = False
         # All ranks agree before a module call outside of a scope, else a lone rank's gathers would meet others' steps.
         self.calls_meet = False
         self.look: Look | None = None  # gets each gradient inside :meth:`looking`
@@ -137,7 +129,7 @@ class Passes:
         in a step (of manual optimization) between an optimizer's step and the next call. ``saves``: autograd will save
         the values, for a backward, which takes a pass. Collective."""
         if self._stepped and saves:
-            self._computes()
+            self._set_stepped(False)
         elif self._stepped:
             self.end()
         if self.key is None and self._scope is not None and not self._stepped:
@@ -157,15 +149,16 @@ class Passes:
         between_steps = self.key is None and self.between.in_run and not (self.fence.is_lowered or self.fence.is_plain)
         return between_steps and self.between.check_room(module.parameters(), what, or_on_host=or_on_host)
 
-    def _computes(self, computes: bool = True) -> None:
-        """Show users' code compute parameters, or have it ask for what it uses."""
-        self._stepped = not computes
+    def _set_stepped(self, stepped: bool) -> None:
+        """Show users' code compute parameters, or after an optimizer's step (``stepped``) placeholders, so that a use
+        of a parameter calls the engine, which shows masters."""
+        self._stepped = stepped
         for bucket in self.units[0].resharded:
-            bucket.show(gathered=computes)
-        if computes:
-            self.between.pass_begins()
-        else:
+            bucket.show(gathered=not stepped)
+        if stepped:
             self.between.pass_ends()
+        else:
+            self.between.pass_begins()
 
     def recover(self, what: str = "going on after an exception") -> None:
         """Resynchronize the ranks if an exception has ended a pass. ``what``: what follows, for errors. Collective."""
@@ -268,7 +261,7 @@ class Passes:
         self.recover()
         self.after_step.wait_for_all()
 
-    def rest(self) -> None:
+    def end_run(self) -> None:
         """End the open pass, and wait for optimizer steps and gathers in flight, when a run ends. Collective."""
         self.leave()
         whole = self.after_step.failed is None  # if a step has failed, its error was raised before
@@ -321,7 +314,7 @@ class Passes:
         if self._scope is None:
             self._ordinal = 0
         elif self._open.unused and self.between.rounds:
-            self._computes(False)
+            self._set_stepped(True)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -338,7 +331,7 @@ class Passes:
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
         elif self._stepped:
-            self._computes()
+            self._set_stepped(False)
         if unit.index:  # :meth:`begin` and :meth:`masters_changed` wait for the root
             self.demand(unit, "forward")
         if recording.recorder is not None:
@@ -461,8 +454,8 @@ class Passes:
                 self.look = None
 
     def _in_pass(self) -> bool:
-        """Return whether a pass is open, and shows no masters. Between steps of a run, end one that waits for a
-        backward: if that comes, it opens another pass. Collective."""
+        """Return whether a pass is open, and shows no masters. Between steps of a run, end a pass that waits for a
+        backward: if the backward comes, it opens another pass. Collective."""
         self.forget_failed()
         waits = self.phase is Phase.FORWARD and self._scope is None and not self.hooks.running
         # Views of gathered values (which autograd has saved, maybe) must keep their memory.
@@ -578,7 +571,7 @@ class Passes:
         self.writes.take_all_over()
         # What ranks must agree on rides on the message of ``reducer.end``.
         settings = digest_of([stepper.settings() for stepper in self.steppers])
-        told = [self.writes.unconfirmed, self.buffers.are_there, *settings]
+        told = [bool(self.writes.unconfirmed), self.buffers.are_there, *settings]
         written, buffers, *settings = (() if self.look is not None else self.reducer.end(told)) or (0, 0)
         self.buffers.are_there |= bool(buffers)
         self.sharded_grads.place_used()

@@ -43,6 +43,7 @@ from lightning_zero.engine.units.param import is_absent
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.settings import Compile, ConfigError, Recompute, ZeroConfig
 
+Given = tuple[Args, Kwargs]
 Around = Callable[["UnitForward", Args, Kwargs], object]  # runs a forward, with its positional and keyword arguments
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -96,7 +97,7 @@ StateValues = dict[tuple[nn.Module, str], Tensor]
 KEPT = 1 << 20  # bytes of a buffer of which a call always keeps the value of before
 
 
-class StateAgain:
+class StateReplay:
     """Keeps recomputed forwards from changing a module's buffers and frozen parameters (codebooks, averages) twice:
     lets them read and change copies of what these were before the first forward. Values are compared in calls 1, 2, 4,
     8, ... (see [Note: checksums of writes]); of small buffers each call keeps the value of before."""
@@ -116,7 +117,7 @@ class StateAgain:
                     yield owner, name, param
 
     @contextlib.contextmanager
-    def first(self, values: StateValues) -> Iterator[None]:
+    def record(self, values: StateValues) -> Iterator[None]:
         """Run the body, a first forward. Put into ``values`` what the state that it changes was before. Buffers of
         torch's norm modules in training always count as changed: see [Note: version counters]."""
         self._calls += 1
@@ -147,7 +148,7 @@ class StateAgain:
                 values[owner, name] = value
 
     @contextlib.contextmanager
-    def again(self, values: StateValues) -> Iterator[None]:
+    def replay(self, values: StateValues) -> Iterator[None]:
         """Run the body, a recomputation, on copies of ``values``. Then put the state back. The recomputed graph can
         read the changed copies later."""
         now = []
@@ -184,16 +185,15 @@ class Recomputation:
     """Runs a unit's forward under activation checkpointing. Saves the unit's inputs in the context ``keeping()``."""
 
     def __init__(self, module: nn.Module, passes: Passes, keeping: Context) -> None:
-        self._passes, self._state, self._kind = ref(passes), StateAgain(module), type(module)
+        self.passes, self.state, self._kind = ref(passes), StateReplay(module), type(module)
         self._keeping = keeping
 
     def __call__(self, forward: UnitForward, args: Args, kwargs: Kwargs) -> object:
-        passes = self._passes()
-        if passes is None or not torch.is_grad_enabled():
+        if self.passes() is None or not torch.is_grad_enabled():
             return forward.inner(*args, **kwargs)
         args, kwargs = without_empty_caches(self._kind, args, kwargs)
         form, tensors = take_tensors((args, kwargs))
-        call = _Call(forward, passes, self._state, (args, kwargs), copy_containers(form), tensors)
+        call = _Call(forward, self, (args, kwargs), copy_containers(form), tensors)
         with self._keeping():
             return checkpoint(call, *tensors, use_reentrant=False)
 
@@ -220,7 +220,7 @@ class InputsOnHost:
         block = _InputsOfBlock(self._streams, self._leaving[-1] if self._leaving else None)
         self._leaving.append(block)
         if len(self._leaving) > HELD:
-            self._leaving.popleft().leave()
+            self._leaving.popleft().free_copied()
         return saved_tensors_hooks(block.pack, block.unpack)
 
 
@@ -254,7 +254,7 @@ class _InputsOfBlock:
         self._inputs.append(_Input(host, tensor._version, came, tensor.detach()))
         return self._inputs[-1]
 
-    def leave(self) -> None:
+    def free_copied(self) -> None:
         """Free the inputs on the device, once they have been copied. Keep those that were changed, for the error."""
         for kept in self._inputs:
             self._streams.wait(kept.came)
@@ -266,9 +266,9 @@ class _InputsOfBlock:
             return kept
         if kept not in self._inputs:  # a second backward
             self._inputs.append(kept)
-        self.bring()
+        self.start_return()
         if (before := self._before()) is not None:
-            before.bring()
+            before.start_return()
         self._inputs.remove(kept)
         tensor, kept.device = kept.device, None
         assert tensor is not None
@@ -281,7 +281,7 @@ class _InputsOfBlock:
         self._streams.wait(kept.returns or kept.came)  # whoever gets the memory next must not write over what is copied
         return tensor
 
-    def bring(self) -> None:
+    def start_return(self) -> None:
         """Start to copy inputs back to the device, but for those that are there or on their way."""
         away = [kept for kept in self._inputs if kept.device is None]
         if not away:
@@ -294,7 +294,7 @@ class _InputsOfBlock:
         self._streams.hold(self, away[-1].returns)  # a graph that is dropped would free what is still written to
 
 
-def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> Given:
     """Replace empty transformers key-value caches by None in the arguments of a ``block``.
 
     Models create a cache in each call without ``use_cache=False``, and a second forward would add to it. transformers'
@@ -308,7 +308,7 @@ def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> tuple[Args,
         # Some caches hold a 0-d or 1-d tensor from the beginning.
         return None if isinstance(leaf, cache) and not any(t.ndim > 1 for t in tensors_inside(leaf)) else leaf
 
-    changed: tuple[Args, Kwargs] = map_leaves((args, kwargs), keep)
+    changed: Given = map_leaves((args, kwargs), keep)
     return changed
 
 
@@ -320,18 +320,12 @@ class _Call:
     """
 
     def __init__(
-        self,
-        forward: UnitForward,
-        passes: Passes,
-        state: StateAgain,
-        given: tuple[Args, Kwargs],
-        form: object,
-        tensors: Sequence[Tensor],
+        self, forward: UnitForward, of: Recomputation, given: Given, form: object, tensors: Sequence[Tensor]
     ) -> None:
         self._unit, self._inner = forward.unit, forward.inner
-        self._passes, self._state = ref(passes), state
+        self._passes, self._state = of.passes, of.state
         self._values: StateValues = {}
-        self._given: tuple[Args, Kwargs] | None = given  # None after the first forward
+        self._given: Given | None = given  # None after the first forward
         self._form = form
         # Weakly: the checkpoint decides which inputs stay alive; offloaded ones die on the device.
         self._inputs = [(ref(t), t._version) for t in tensors if not t.is_inference()]
@@ -357,7 +351,7 @@ class _Call:
                 around.callback(np.random.set_state, np.random.get_state(legacy=False))
                 random.setstate(self._random[0])
                 np.random.set_state(self._random[1])
-            around.enter_context((self._state.again if again else self._state.first)(self._values))
+            around.enter_context((self._state.replay if again else self._state.record)(self._values))
             result = self._inner(*args, **kwargs)
         if not again:
             self._check_inputs("are changed in place by it")

@@ -48,15 +48,10 @@ def weakly(method: Callable[P, R], gone: R) -> Callable[P, R]:
     return call
 
 
-class _Weight(NamedTuple):
-    view: Tensor
-    version: int
-    unit: Unit
-
-
-class _Other(NamedTuple):
+class _Saved(NamedTuple):
     tensor: Tensor
     version: int
+    unit: Unit | None  # of a weight; None: another tensor
 
 
 class _Outer(NamedTuple):
@@ -117,15 +112,15 @@ class SavedWeights:
         except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage
             return None
 
-    def _pack(self, tensor: Tensor) -> _Weight | _Other:
+    def _pack(self, tensor: Tensor) -> _Saved:
         self.count += 1
         unit = self.owner_of(tensor)
         if unit is not None:
             unit.saved += 1
-            return _Weight(tensor, tensor._version, unit)
+            return _Saved(tensor, tensor._version, unit)
         # Detached, because a node that saves its own result (tanh) would keep itself alive. torch restores the history.
         # See [Note: weak references and graphs]. Detached tensors share their version.
-        return _Other(tensor.detach(), tensor._version)
+        return _Saved(tensor.detach(), tensor._version, None)
 
     def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], object], unpack: Callable[..., Tensor]) -> object:
         if self.owner_of(tensor) is not None:
@@ -133,7 +128,7 @@ class SavedWeights:
         self.count += 1
         return _Outer(pack(tensor), unpack)
 
-    def _unpack(self, saved: _Weight | _Other | _Outer) -> Tensor:
+    def _unpack(self, saved: _Saved | _Outer) -> Tensor:
         # Pack what the current kernel saves, if its backward makes a graph (``create_graph``, or a Python function).
         # Hooks are pushed and never popped: torch resets them for each node to those of the backward's start.
         makes_graph = torch.is_grad_enabled() or isinstance(torch._C._current_autograd_node(), BackwardCFunction)
@@ -143,14 +138,14 @@ class SavedWeights:
                 _autograd._push_saved_tensors_default_hooks(pack, unpack)
         if isinstance(saved, _Outer):
             return saved.unpack(saved.value)
+        tensor, version, unit = saved
         # Someone looks at the graph, and the weights are dropped. Reading the view could crash, so return NaN.
-        if isinstance(saved, _Weight) and not self._needed(saved.unit):
-            return saved.view.new_full((), float("nan")).expand(saved.view.shape)
-        tensor, version = saved[:2]
-        if isinstance(saved, _Weight) and self.owner_of(tensor) is None:
+        if unit is not None and not self._needed(unit):
+            return tensor.new_full((), float("nan")).expand(tensor.shape)
+        if unit is not None and self.owner_of(tensor) is None:
             raise RuntimeError(
-                f"unit {saved.unit.title}: expected a graph whose weights can be gathered again, got one of before an "
-                "exception that ended a gather of them. Run the forward again before the backward."
+                f"unit {unit.title}: expected a graph whose weights can be gathered again, got a graph that is older "
+                "than an exception that ended a gather of its weights. Run the forward again before the backward."
             )
         if tensor._version != version:
             raise RuntimeError(

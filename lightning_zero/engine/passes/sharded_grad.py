@@ -30,24 +30,16 @@ from lightning_zero.engine.units.param import ParamInfo
 _aten = torch.ops.aten
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _NORM, _NORMS = _aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar
-_IN_PLACE = {  # operation: name of the tensor method
-    _aten.zero_.default: "zero_",
-    _aten.mul_.Tensor: "mul_",
-    _aten.mul_.Scalar: "mul_",
-    _aten.div_.Tensor: "div_",
-    _aten.div_.Scalar: "div_",
-    _aten.clamp_.default: "clamp_",
-    _aten.clamp_min_.default: "clamp_min_",
-    _aten.clamp_max_.default: "clamp_max_",
-    _aten.nan_to_num_.default: "nan_to_num_",
-    _aten._foreach_zero_.default: "zero_",
-    _aten._foreach_mul_.Tensor: "mul_",
-    _aten._foreach_mul_.Scalar: "mul_",
-    _aten._foreach_div_.Tensor: "div_",
-    _aten._foreach_div_.Scalar: "div_",
-    _aten._foreach_clamp_min_.Scalar: "clamp_min_",
-    _aten._foreach_clamp_max_.Scalar: "clamp_max_",
+_METHODS: dict[str, tuple[OpOverload, ...]] = {  # name of the tensor method: operations
+    "zero_": (_aten.zero_.default, _aten._foreach_zero_.default),
+    "mul_": (_aten.mul_.Tensor, _aten.mul_.Scalar, _aten._foreach_mul_.Tensor, _aten._foreach_mul_.Scalar),
+    "div_": (_aten.div_.Tensor, _aten.div_.Scalar, _aten._foreach_div_.Tensor, _aten._foreach_div_.Scalar),
+    "clamp_": (_aten.clamp_.default,),
+    "clamp_min_": (_aten.clamp_min_.default, _aten._foreach_clamp_min_.Scalar),
+    "clamp_max_": (_aten.clamp_max_.default, _aten._foreach_clamp_max_.Scalar),
+    "nan_to_num_": (_aten.nan_to_num_.default,),
 }
+_IN_PLACE = {operation: name for name, operations in _METHODS.items() for operation in operations}
 _TOTAL_NORM = inspect.unwrap(get_total_norm).__code__
 _CODE_OF_TOTAL_NORM = {_TOTAL_NORM, *(const for const in _TOTAL_NORM.co_consts if inspect.iscode(const))}
 
@@ -79,7 +71,7 @@ class ShardedGrad(Tensor):
     info: ParamInfo
     shown: _View | None  # None: the whole gradient
     added: bool  # autograd added a gradient before the engine noticed the backward
-    incoming: Tensor | None  # that gradient
+    incoming: Tensor | None  # the gradient that autograd added
     _owner: ref[Owner]  # see [Note: weak references and graphs]
 
     # Results of operations are plain tensors, except views.
@@ -113,7 +105,7 @@ class ShardedGrad(Tensor):
         if self.shown is None:
             return self.owner.gather(self.info)
         owner = self._owner()
-        if owner is not None and owner.shows(self.shown.of):  # else it was cleared, and the view has what was there
+        if owner is not None and owner.shows(self.shown.of):  # else it was cleared, and the view keeps the last values
             now = owner.gather(self.info)
             if now is not self.shown.whole:
                 self.shown.whole.copy_(now)
@@ -222,7 +214,11 @@ def _run(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     outputs = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     written = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, ShardedGrad)]
     if written and func is _UNSCALE:
-        raise _scaler_refusal()
+        raise RuntimeError(
+            "torch.amp.GradScaler: expected whole gradients to unscale, got gradients that are sharded over the ranks. "
+            "Train in bf16 (zero.precision='bf16'), which needs no loss scale; or use the Trainer or Fabric with "
+            "precision='16-mixed', which scale the loss themselves."
+        )
     values: dict[ShardedGrad, Tensor] = {}
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, ShardedGrad) and leaf not in values:
@@ -248,14 +244,6 @@ def unreduced(fqn: str) -> RuntimeError:
         f"the gradient of {fqn} cannot be changed or clipped after a backward inside no_sync(), except by numbers "
         "that multiply it and by zeros: it is not the average over all ranks and micro-batches yet. Change gradients "
         "after the last backward before the step, outside of no_sync() (on_before_optimizer_step; sync_grad=True)."
-    )
-
-
-def _scaler_refusal() -> RuntimeError:
-    return RuntimeError(
-        "torch.amp.GradScaler: expected whole gradients to unscale, got gradients that are sharded over the ranks. "
-        "Train in bf16 (zero.precision='bf16'), which needs no loss scale; or use the Trainer or Fabric with "
-        "precision='16-mixed', which scale the loss themselves."
     )
 
 

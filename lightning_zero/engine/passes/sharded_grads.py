@@ -18,7 +18,6 @@ from lightning_zero.engine.passes.writes import checksum
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
-from lightning_zero.engine.units.grad_store import Factor
 from lightning_zero.engine.units.param import ParamInfo, get_grad, set_grad
 
 
@@ -301,7 +300,7 @@ class ShardedGrads:
     def scale(self, places: Iterable[Place], factor: Tensor) -> None:
         """Multiply the gradients at ``places`` by ``factor`` (0-d, on the device), equal on all ranks."""
         streams = self._reducer.comm.streams
-        on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))
+        on_host = functools.cache(lambda: streams.to_host(factor))
 
         def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
             """Return whether the bucket's step on the host takes over the scaling, so that the host need not wait."""
@@ -359,16 +358,13 @@ class ShardedGrads:
         found = not all(map(bool, checks))  # few ``bool`` calls, because the host waits for the device in each
         # All ranks must skip the step together, so they agree.
         overflowed = bool(self._reducer.comm.max_(torch.tensor([found], dtype=torch.uint8)))
-        self._count(places, overflowed)
-        return overflowed
-
-    def _count(self, places: Sequence[Place], overflowed: bool) -> None:
         key = id(places[0].info.param)
         self.overflows += overflowed
         self._in_a_row[key] = overflowed * (self._in_a_row.get(key, 0) + 1)
         (self._known_finite.discard if overflowed else self._known_finite.add)(key)
         if overflowed and self._in_a_row[key] == self._most_overflows:
-            names = [place.info.fqn for place in places if self._is_nonfinite(place)]
+            parts = [(place.info.fqn, place.bucket.grad_fragment(place.info.slot)) for place in places]
+            names = [fqn for fqn, part in parts if part is not None and not bool(torch.isfinite(part.values).all())]
             table = self._reducer.comm.gather_checked(names[:3], "the names of gradients that are not finite")
             first = sorted({name for names in table for name in names}, key=[p.info.fqn for p in places].index)[:3]
             raise RuntimeError(
@@ -376,7 +372,4 @@ class ShardedGrads:
                 f"{', '.join(first)}. No parameter has changed in these steps. Look at their batches and losses, lower "
                 "optimizer.lr, or raise zero.optimizer.skip_nonfinite."
             )
-
-    def _is_nonfinite(self, place: Place) -> bool:
-        fragment = place.bucket.grad_fragment(place.info.slot)
-        return fragment is not None and not bool(torch.isfinite(fragment.values).all())
+        return overflowed

@@ -43,8 +43,8 @@ def checksum(values: Tensor, first: int = 0) -> int:
 
 def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = None) -> Tensor:
     """Return a checksum [0-d, int64] of ``values`` and their positions. The checksums of a tensor's parts add up to the
-    checksum of the whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor, or in this
-    rank's part of it, of which ``split`` knows the positions in the whole."""
+    checksum of the whole tensor, mod 2**64. ``first``: the position of ``values[0]`` in the whole tensor or, with
+    ``split``, in this rank's part of the tensor."""
     flat = values.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -71,6 +71,13 @@ def checksum_of_buffer(buffer: Tensor) -> int:
     return checksum(buffer.detach().view(torch.int64))
 
 
+def unequal_error(names: Iterable[str], what: str, also: str = "") -> RuntimeError:
+    return RuntimeError(
+        f"{', '.join(names)}: {what}, so that no rank's values are right for all. Write the same values on all ranks, "
+        f"or write inside `with lightning_zero.gather(module, from_rank=0):`, where one rank's values count.{also}"
+    )
+
+
 def refuse_unequal(comm: Communicator, written: Sequence[tuple[Place, Tensor]], where: str) -> None:
     """Raise RuntimeError on all ranks if values that some rank has written are not the same on all. Collective.
     ``written``: parameters and their values here; ``where``: inside of what, for the error."""
@@ -86,11 +93,7 @@ def refuse_unequal(comm: Communicator, written: Sequence[tuple[Place, Tensor]], 
         )
     )
     if unequal:
-        raise RuntimeError(
-            f"{', '.join(unequal)}: written to {where}, with other values on some ranks than on others, so "
-            "that no rank's are right for all. Write the same on all ranks, or write inside `with "
-            "lightning_zero.gather(module, from_rank=0):`, where one rank's values count."
-        )
+        raise unequal_error(unequal, f"written to {where}, with other values on some ranks than on others")
 
 
 class Writes:
@@ -112,7 +115,7 @@ class Writes:
         self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
         self._read: dict[_Key, list[ReferenceType[Tensor]]] = {}  # results of ``.data``, which users may still hold
         # Of each parameter that this rank has written: checksums of its own part before, and of the whole one after.
-        self._unconfirmed: dict[_Key, tuple[int, int]] = {}
+        self.unconfirmed: dict[_Key, tuple[int, int]] = {}
         self.write_backs: list[Callable[[], None]] = []  # what each open gather() does at its end
         self.assigned: dict[str, str] = {}  # who got other ``.data`` in the open pass, and in which line of code
         self._warned = False  # of a write that was rounded
@@ -159,7 +162,7 @@ class Writes:
         for info in written:
             self.note_rounded(bucket, info)
         if written:
-            self._take(bucket, written)
+            self._copy_to_masters(bucket, written)
         if drops and self._read:
             for info in bucket.params:
                 for values in self._still_held(bucket, info):
@@ -201,7 +204,7 @@ class Writes:
         for bucket in self._buckets:
             self.take_over(bucket)
 
-    def _take(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
+    def _copy_to_masters(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
         # Read before the masters change, because compute parameters may be computed from them.
         before = bucket.own_compute_params()
         with opened(bucket.storage, changed=True):
@@ -245,7 +248,7 @@ class Writes:
         shown = info.gathered if bucket.shown is Shown.GATHERED else None
         same = shown is not None and torch.allclose(shown, compute, rtol=rounding, atol=0.0)
         for values in self._still_held(bucket, info) if shown is not None else ():
-            give_own_memory(values)  # under torch it would stay as it is
+            give_own_memory(values)  # under torch an assignment to .data leaves earlier results of .data as they are
         with opened(bucket.storage, changed=True):
             bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
             bucket.copy_master_to_params()
@@ -265,10 +268,11 @@ class Writes:
         if self._comm.world_size == 1:
             return
         key = self._number[bucket], info.slot
-        before, after = self._unconfirmed.get(key) or (self.own_checksum(bucket, info.slot, own), 0)
-        if bucket.comm.shard.size > 1 and bucket.plan.shards_master:  # else ranks may have values of their own
+        before, after = self.unconfirmed.get(key) or (self.own_checksum(bucket, info.slot, own), 0)
+        # Where each rank has all masters, ranks may have values of their own, as under DDP.
+        if bucket.comm.shard.size > 1 and bucket.plan.shards_master:
             after = checksum(info.flattened(whole))
-        self._unconfirmed[key] = before, after
+        self.unconfirmed[key] = before, after
 
     @staticmethod
     def own_checksum(bucket: Bucket, slot: int, own: Tensor) -> int:
@@ -277,18 +281,28 @@ class Writes:
         )
         return sum(parts) & 0xFFFFFFFFFFFFFFFF
 
-    @property
-    def unconfirmed(self) -> bool:
-        return bool(self._unconfirmed)
-
     def confirm(self) -> None:
         """Take over this rank's copies of what any rank has written. Raise RuntimeError on all ranks if written values
         differ. Collective."""
-        written = self._comm.all_gather_objects(list(self._unconfirmed), "what was written to parameters")
+        written = self._comm.all_gather_objects(list(self.unconfirmed), "what was written to parameters")
         keys = sorted({key for found in written for key in found})
-        self._take_missed([key for key in keys if key not in self._unconfirmed])
-        table = self._comm.all_gather_objects([self._now(key) for key in keys], "values of what was written")
-        self._unconfirmed.clear()  # before the error, or the next pass would raise the error again
+        # A message of the user's own (``dist.broadcast(weight, 0)``) changes no version: take over what it has written
+        # to this rank's copies, where they are still there.
+        for number, slot in [key for key in keys if key not in self.unconfirmed]:
+            bucket = self._buckets[number]
+            if bucket.shown is Shown.GATHERED:
+                bucket.awaited_step.wait()
+                self._copy_to_masters(bucket, [bucket.params[slot]])
+
+        def checksums(number: int, slot: int) -> tuple[int, int | None]:
+            """Return checksums of this rank's part before a write, and of the whole parameter as this rank has it;
+            None: as it was before, which the parts of all ranks tell."""
+            bucket = self._buckets[number]
+            known = self.unconfirmed.get((number, slot))
+            return known or (self.own_checksum(bucket, slot, bucket.own_compute_params()), None)
+
+        table = self._comm.all_gather_objects([checksums(*key) for key in keys], "values of what was written")
+        self.unconfirmed.clear()  # before the error, or the next pass would raise the error again
         unequal = []
         for number, (at, slot) in enumerate(keys):
             topology = self._buckets[at].comm.ranks.topology
@@ -299,32 +313,13 @@ class Writes:
                 if len({original if whole is None else whole for whole in found}) > 1:
                     unequal.append(self._buckets[at].params[slot].fqn)
         if unequal:
-            raise RuntimeError(
-                f"{', '.join(unequal)}: written to in a step, with other values on some ranks than on others, so that "
-                "no rank's are right for all. Write the same on all ranks, or write inside `with lightning_zero.gather("
-                "module, from_rank=0):`, where one rank's values count. (An Embedding with max_norm writes to the rows "
-                "of its rank's batch: drop max_norm.)"
-            )
-
-    def _take_missed(self, keys: Iterable[_Key]) -> None:
-        """Take over this rank's copies of parameters that other ranks have written, where it still has them: a message
-        of the user's own (``dist.broadcast(weight, 0)``) changes no version."""
-        for number, slot in keys:
-            bucket = self._buckets[number]
-            if bucket.shown is Shown.GATHERED:
-                bucket.awaited_step.wait()
-                self._take(bucket, [bucket.params[slot]])
-
-    def _now(self, key: _Key) -> tuple[int, int | None]:
-        """Return checksums of this rank's part before a write, and of the whole parameter as this rank has it; None: as
-        it was, which the parts of all ranks tell."""
-        bucket = self._buckets[key[0]]
-        known = self._unconfirmed.get(key)
-        return known or (self.own_checksum(bucket, key[1], bucket.own_compute_params()), None)
+            also = " (An Embedding with max_norm writes to the rows of its rank's batch: drop max_norm.)"
+            what = "written to in a step, with other values on some ranks than on others"
+            raise unequal_error(unequal, what, also)
 
     def confirm_if_any(self) -> None:
         """Call :meth:`confirm` if any rank has unconfirmed writes. Call between passes. Collective."""
-        flag = torch.tensor([self.unconfirmed], dtype=torch.uint8)
+        flag = torch.tensor([bool(self.unconfirmed)], dtype=torch.uint8)
         if int(self._comm.max_(flag).item()):
             self.confirm()
 
@@ -342,7 +337,7 @@ class BufferSync:
         self._seen = self._now(module)
         self._steps = 0
         self._sums: dict[int, tuple[Tensor, int, int]] = {}  # buffers, versions and checksums when last compared, by id
-        self._always = False  # this rank has seen values change whose versions did not
+        self._always = False  # this rank has seen values that changed while their versions did not
         # Whether any rank has buffers. Never this rank's alone: the others would wait for it, or it for them.
         self.are_there = bool(comm.max_(torch.tensor([bool(self._seen)], dtype=torch.uint8)).item())
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
-from weakref import ref
+from weakref import WeakMethod
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,51 +18,32 @@ from lightning_zero.engine.units.unit import Units
 from lightning_zero.optimizers.low_bits import PieceMemory
 from lightning_zero.optimizers.state_trees import State
 
-Step = Callable[[Callable[[], object] | None], object]
-
-_READS_SLICES = ("state_dict", "load_state_dict")
-
 
 class Stepping:
-    """Replaces an optimizer's `step` by the bound method `step`, held weakly. Makes its state dict methods raise."""
+    """Replaces an optimizer's `step` by the bound method `step`, and makes its state dict methods raise."""
 
-    def __init__(self, optimizer: Optimizer, step: Step) -> None:
+    def __init__(self, optimizer: Optimizer, step: Callable[[Callable[[], object] | None], object]) -> None:
         self._optimizer = optimizer
         self._given = optimizer.__dict__.get("step")  # a learning-rate scheduler's wrapper that counts steps
         self.inner: Callable[[], object] = optimizer.step  # steps the tensors that the param groups list
-        optimizer.step = types.MethodType(_step_of(optimizer.step, _weak(step)), optimizer)  # type: ignore[method-assign]
-        for method in (state_dict, load_state_dict):
-            optimizer.__dict__[method.__name__] = types.MethodType(method, optimizer)
+        reference = WeakMethod(step)  # the optimizer must not keep the stepper alive
+
+        def step_shards(self: Optimizer, closure: Callable[[], object] | None = None) -> object:
+            alive = reference()
+            if alive is None:
+                raise RuntimeError("optimizer.step(): the sharded module whose parameters it steps is gone.")
+            return alive(closure)
+
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # schedulers that are made later look for the mark
+            step_shards._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        for name, method in (("step", step_shards), ("state_dict", state_dict), ("load_state_dict", load_state_dict)):
+            optimizer.__dict__[name] = types.MethodType(method, optimizer)
 
     def undo(self) -> None:
-        for name in ("step", *_READS_SLICES):
+        for name in ("step", "state_dict", "load_state_dict"):
             self._optimizer.__dict__.pop(name, None)
         if self._given is not None:
             self._optimizer.__dict__["step"] = self._given
-
-
-def _weak(step: Any) -> Step:
-    """Wrap the bound method `step` with a weak reference to its object, which the optimizer must not keep alive."""
-    reference, function = ref(step.__self__), step.__func__
-
-    def call(closure: Callable[[], object] | None) -> object:
-        owner = reference()
-        if owner is None:
-            raise RuntimeError("optimizer.step(): the sharded module whose parameters it steps is gone.")
-        return function(owner, closure)
-
-    return call
-
-
-def _step_of(given: object, engine: Step) -> Callable[..., object]:
-    """Return a `step` that calls `engine`, with the mark that a learning-rate scheduler has set on the `given` one."""
-
-    def step(self: Optimizer, closure: Callable[[], object] | None = None) -> object:
-        return engine(closure)
-
-    if hasattr(given, "_wrapped_by_lr_sched"):  # schedulers that are made later look for the mark
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return step
 
 
 def state_dict(self: Optimizer) -> State:

@@ -24,7 +24,6 @@ from lightning_zero.engine.steps.runs import LEFT, FlatRun, ParamStates, Runs, s
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.after_step import StepJob
 from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.engine.units.grad_store import Arrived
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.optimizers.chunks import dtype_of_step, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import (
@@ -39,9 +38,9 @@ from lightning_zero.optimizers.known import (
     without_hooks,
 )
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, narrow_states
+from lightning_zero.optimizers.probe import check_declared
 from lightning_zero.optimizers.refused import check_narrow_groups
 from lightning_zero.optimizers.side_effects import HOOKS
-from lightning_zero.optimizers.slices import check_declared
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, leaves_of
 from lightning_zero.optimizers.trial import step_of
 from lightning_zero.planning.buckets import BucketPlan
@@ -51,7 +50,7 @@ from lightning_zero.settings import ConfigError, StateDtype
 
 
 class Stepper(ABC):
-    """Makes a user's `optimizer.step` step the shards of an engine. Subclasses step slices or whole parameters."""
+    """Makes a user's `optimizer.step` step the shards of an engine. A subclass steps slices, another whole tensors."""
 
     def __init__(self, optimizer: Optimizer, around: AroundStep) -> None:
         for name in HOOKS:  # a wrapper may not have called Optimizer.__init__
@@ -145,10 +144,11 @@ class Stepper(ABC):
         return {key: state for key, state in states.items() if state}
 
     def _own_state(self, *, anew: bool = False) -> None:
-        """Notice from now on if the user clears or replaces the optimizer's state. With `anew`, start anew if so."""
+        """Notice from now on if the user clears or replaces the optimizer's state. With `anew`, start without state if
+        the user has done so since the last call."""
         state = self.optimizer.state
         owned = isinstance(state, StateBySlice) and not state.cleared
-        # Not of classes of users' own, which may share the object with an optimizer inside.
+        # Not for optimizers of users' own classes, which may share the state object with an optimizer inside.
         if not owned and step_of(self.optimizer).__module__.startswith("torch.optim."):
             self.optimizer.state = own = StateBySlice(dict, state)
             own.around = ref(self._around)
@@ -190,7 +190,7 @@ class Stepper(ABC):
 
     # -- restage --------------------------------------------------------------------------------------------------
 
-    def check_row(self, row: StageRow) -> None:
+    def check_stage(self, row: StageRow) -> None:
         """Raise ConfigError if the optimizer cannot be stepped at the stage whose placements are `row`."""
         return
 
@@ -393,7 +393,15 @@ class ShardedOptimizer(Stepper):
     def _step(self, used: set[int]) -> set[Bucket]:
         if self.runs.narrow:  # users may have added groups, or changed them
             self.check_groups(self.optimizer.param_groups)
-        changed = self._arrange(used)
+        # Cut masters into runs by present param groups and step counts.
+        group_of: dict[Bucket, dict[int, int]] = {bucket: {} for bucket in self.runs.buckets()} | self.groups()
+        changed: set[Bucket] = set()  # the buckets that any rank steps
+        for bucket, groups in group_of.items():
+            if bucket.plan.trainable:
+                active = {slot for slot in groups if id(bucket.params[slot].param) in used}
+                self.runs.advance(bucket, groups, active)
+                if active:
+                    changed.add(bucket)
         # The worker steps buckets on the host. Unknown optimizers may count steps per group, so step them at once.
         for_worker = {bucket for bucket in changed if self._known and bucket.plan.steps_on_host}
         buckets = [bucket for bucket in self.runs.buckets() if bucket in changed]
@@ -417,7 +425,7 @@ class ShardedOptimizer(Stepper):
         # A bucket of which this rank owns nothing has no job, but notes a step all the same, which decides what is
         # gathered ahead. See [Note: one order of collectives].
         for bucket in for_worker.difference(buckets):
-            bucket.awaited_step.ask(None).set_result(None)
+            bucket.awaited_step.announce(None).set_result(None)
         return changed
 
     @contextlib.contextmanager
@@ -450,22 +458,13 @@ class ShardedOptimizer(Stepper):
 
         return StepJob(bucket, run)
 
-    def _arrange(self, used: set[int]) -> set[Bucket]:
-        """Cut masters into runs by present param groups and step counts. Return the buckets that any rank steps."""
-        group_of: dict[Bucket, dict[int, int]] = {bucket: {} for bucket in self.runs.buckets()} | self.groups()
-        changed: set[Bucket] = set()
-        for bucket, groups in group_of.items():
-            if not bucket.plan.trainable:
-                continue
-            active = {slot for slot in groups if id(bucket.params[slot].param) in used}
-            self.runs.advance(bucket, groups, active)
-            if active:
-                changed.add(bucket)
-        return changed
-
     @contextlib.contextmanager
     def _runs_in_groups(
-        self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], claimed: Arrived | None = None
+        self,
+        optimizer: Optimizer,
+        buckets: Sequence[Bucket],
+        used: set[int],
+        claimed: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> Iterator[None]:
         """Inside the `with`, param groups list the runs of `buckets` whose parameters got a gradient (ids in `used`).
         Runs that need :meth:`_step_in_pieces` are not listed, but stepped before the body. `claimed`: the gradient of
@@ -475,7 +474,7 @@ class ShardedOptimizer(Stepper):
         stepped: list[FlatRun] = []
         in_pieces: list[tuple[int, FlatRun, Tensor, Tensor | None]] = []
         for bucket in buckets:
-            full, factor = claimed if claimed is not None else Arrived(bucket.grad, None)
+            full, factor = claimed or (bucket.grad, None)
             for index, run in self.runs.grouped(bucket):
                 slot = run.run.fragments[0].index  # runs are cut where gradients begin or end
                 if index == LEFT or full is None or id(bucket.params[slot].param) not in used:
@@ -535,7 +534,7 @@ class ShardedOptimizer(Stepper):
                 places = [(replace(f, start=f.start - start), names[f.index].fqn) for f in run.run.fragments]
                 state, step = shadow.state[run.tensor], self.runs.step_count(run)
                 one = NarrowStep(run.tensor, grad, state, self.runs.narrow, places, step, factor, rounding)
-                one.by(shadow, memory)
+                one.step_pieces(shadow, memory)
             else:
                 step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)
             if isinstance(shadow, torch.optim.SGD) and (narrow or rounding is not None):

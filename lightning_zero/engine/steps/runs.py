@@ -244,30 +244,23 @@ class Runs:
                 state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
                 continue
             if name in self.narrow:
-                state[name] = self._narrowed(run, name, states, old.get(name))
-                continue
-            dtype = run.tensor.dtype if value.is_floating_point() and held is not None else value.dtype
-            flat = _zeros(run.tensor, dtype, old.get(name))
+                dtype = torch.bfloat16
+            else:
+                dtype = run.tensor.dtype if value.is_floating_point() and held is not None else value.dtype
+            state[name] = flat = _zeros(run.tensor, dtype, old.get(name))
             for fragment in run.run.fragments:
                 info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
-                start = fragment.start - run.run.start
-                info.copy_part(whole, fragment.offset, flat[start : start + fragment.numel])
-            state[name] = flat
+                target = flat[fragment.start - run.run.start :][: fragment.numel]
+                if name not in self.narrow:
+                    info.copy_part(whole, fragment.offset, target)
+                    continue
+                for low in range(0, fragment.numel, STORE_CHUNK):
+                    place = target[low : low + STORE_CHUNK]
+                    values = torch.empty_like(place, dtype=torch.float32)
+                    info.copy_part(whole, fragment.offset + low, values)
+                    place.copy_(values)
+                    self.rounded |= not torch.equal(place.float().nan_to_num_(), values.nan_to_num_())
         self.optimizer.state[run.tensor] = state
-
-    def _narrowed(self, run: FlatRun, name: str, states: ParamStates, held: object) -> Tensor:
-        """Return a run's state tensor `name`, cut from whole `states`, rounded to bf16. Reuse `held` if it fits."""
-        flat = _zeros(run.tensor, torch.bfloat16, held)
-        for fragment in run.run.fragments:
-            info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
-            first = fragment.start - run.run.start
-            for low in range(0, fragment.numel, STORE_CHUNK):
-                numel = min(STORE_CHUNK, fragment.numel - low)
-                values = torch.empty(numel, dtype=torch.float32, device=run.tensor.device)
-                info.copy_part(whole, fragment.offset + low, values)
-                place = flat[first + low : first + low + numel].copy_(values)
-                self.rounded |= not torch.equal(place.float().nan_to_num_(), values.nan_to_num_())
-        return flat
 
 
 def _beside(value: object, source: Tensor, target: Tensor) -> object:

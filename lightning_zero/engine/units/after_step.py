@@ -43,6 +43,7 @@ class StepJob(NamedTuple):
     bucket: Bucket
     run: Callable[[], None]
     number: int = 0  # position of the bucket in the forward
+    future: Future[None] | None = None  # of the submitted step
 
 
 def threads_of_steps(cores: int, *, beside_device: bool) -> int:
@@ -51,18 +52,13 @@ def threads_of_steps(cores: int, *, beside_device: bool) -> int:
     return cores - (3 if beside_device and cores > 6 else 1 if cores > 2 else 0)
 
 
-class _Queued(NamedTuple):
-    job: StepJob
-    future: Future[None]
-
-
 class StepWorker:
     """Runs step jobs in one thread, in the order in which the next forward needs their buckets."""
 
     def __init__(self, threads: int, accelerator: Accelerator) -> None:
         self._threads, self._accelerator = threads, accelerator
         self._pool = ThreadPoolExecutor(1, "lightning_zero-step")
-        self._waiting: list[_Queued] = []
+        self._waiting: list[StepJob] = []
         self._running = False
         self._last: Future[None] | None = None
         self._error: BaseException | None = None  # the first error, never cleared
@@ -71,13 +67,13 @@ class StepWorker:
     def submit(self, jobs: Iterable[StepJob], event: Event) -> None:
         """Queue `jobs`. A job's end completes its bucket's `awaited_step`. Jobs write to the GPU only after `event`."""
         # Before the worker sees the jobs: when this returns, every gather of these buckets waits for its step.
-        queued = [_Queued(job, job.bucket.awaited_step.ask(event)) for job in jobs]
+        queued = [job._replace(future=job.bucket.awaited_step.announce(event)) for job in jobs]
         if not queued:
             return
         # One lock for the queue and `_running`. Otherwise the worker could see an empty queue and stop, while this
         # thread queues a job and believes that the worker runs.
         with self._lock:
-            self._waiting = sorted([*self._waiting, *queued], key=lambda q: q.job.number)
+            self._waiting = sorted([*self._waiting, *queued], key=lambda job: job.number)
             if self._error is None and not self._running:
                 try:
                     self._last = self._pool.submit(self._run)
@@ -87,8 +83,10 @@ class StepWorker:
         if self._error is not None:
             self._fail(self._error)
 
-    def _take(self) -> _Queued | None:
+    def _next_job(self, *, or_stop: bool = False) -> StepJob | None:
+        """Return the next job, or None if none is queued. The thread stops then, with `or_stop`."""
         with self._lock:
+            self._running = bool(self._waiting) or not or_stop
             return self._waiting.pop(0) if self._waiting else None
 
     def _run(self) -> None:
@@ -97,56 +95,51 @@ class StepWorker:
         The bucket being read is stepped next, even if a job with a lower number arrives. So at most three buckets are
         in memory: one being read, one being stepped, one being written.
         """
-        current: _Queued | None = None
-        following: _Queued | None = None
+        current: StepJob | None = None
+        following: StepJob | None = None
         done: MasterStorage | None = None
         # Catch every error of this thread: otherwise the main thread would wait for the futures for ever.
         try:
             # Not in the pool's initializer, whose errors end the pool without a report.
             set_own_threads(self._threads)
             self._accelerator.bind_thread()
-            current = self._take()
+            current = self._next_job()
             while current is not None:
-                storage = current.job.bucket.storage
+                storage = current.bucket.storage
                 storage.open(to_write=True)
-                if (following := self._take()) is not None:
-                    following.job.bucket.storage.begin_open()
-                current.job.run()
-                current.job.bucket.copy_master_to_params()
+                if (following := self._next_job()) is not None:
+                    following.bucket.storage.begin_open()
+                current.run()
+                current.bucket.copy_master_to_params()
                 storage.close(changed=True)
                 # The previous bucket was written during this step. Free it now, or the next read makes four in memory.
                 if done is not None:
                     done.wait_for_rest()
+                assert current.future is not None
                 current.future.set_result(None)
-                current, following, done = following or self._next_or_stop(storage), None, storage
+                if following is None and (following := self._next_job()) is None:
+                    storage.wait_for_rest()  # jobs may be submitted meanwhile
+                    following = self._next_job(or_stop=True)
+                current, following, done = following, None, storage
         except BaseException as error:
             self._fail(error, current, following)
             raise
 
-    def _next_or_stop(self, storage: MasterStorage) -> _Queued | None:
-        """Return the next job. If none is queued, wait until `storage` is written, and look again. None: still none."""
-        if (following := self._take()) is None:
-            storage.wait_for_rest()
-            with self._lock:
-                self._running = bool(self._waiting)
-                following = self._waiting.pop(0) if self._waiting else None
-        return following
-
-    def _fail(self, error: BaseException, *taken: _Queued | None) -> None:
+    def _fail(self, error: BaseException, *taken: StepJob | None) -> None:
         """End with `error` all queued jobs, the jobs `taken` from the queue, and jobs that are submitted later."""
         with self._lock:
             self._error = error if self._error is None else self._error
             left, self._waiting = self._waiting, []
             self._running = False
-        for queued in (*taken, *left):
+        for job in (*taken, *left):
             # The future is done already if the step has ended and the write after it has failed.
-            if queued is not None and not queued.future.done():
-                queued.future.set_exception(error)
+            if job is not None and job.future is not None and not job.future.done():
+                job.future.set_exception(error)
 
     def wait(self) -> None:
         """Wait for all jobs. After a failed step every wait raises its error, because masters are half stepped."""
         if self._last is not None:
-            with recording.stands("step", "offloaded steps", on_host=True):
+            with recording.waiting("step", "offloaded steps", on_host=True):
                 self._last.result()
             self._last = None
         if self._error is not None:

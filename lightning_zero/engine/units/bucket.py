@@ -26,11 +26,21 @@ from lightning_zero.comm.communicator import Communicator, Sends
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
-from lightning_zero.engine.units.grad_store import GradStore, make_grad_store
+from lightning_zero.engine.units.grad_store import GradStore, OnHost
 from lightning_zero.engine.units.master_storage import MasterStorage, ResidentStorage, Tiers, make_storage, opened
 from lightning_zero.engine.units.param import ParamInfo, set_values, values_changed
-from lightning_zero.engine.units.param_store import FlatBuffer, NodeShard, ParamStore, make_param_store, placeholders
-from lightning_zero.planning.buckets import BucketPlan
+from lightning_zero.engine.units.param_store import (
+    DeviceShard,
+    FileShard,
+    FlatBuffer,
+    FullCopy,
+    FullIsMaster,
+    InMasterStorage,
+    NodeShard,
+    ParamStore,
+    placeholders,
+)
+from lightning_zero.planning.buckets import BucketPlan, ParamsRest
 from lightning_zero.planning.layout import Fragment
 from lightning_zero.planning.placement import Tier
 from lightning_zero.pretrained.stored import StoredTensor
@@ -44,7 +54,7 @@ class AwaitedStep:
         self.event: Event = None
         self.future: Future[None] | None = None  # of the submitted step; on all ranks or on none
 
-    def ask(self, event: Event) -> Future[None]:
+    def announce(self, event: Event) -> Future[None]:
         """Note that a step is submitted. Return a future, which whoever runs the step completes."""
         self.event = event
         self.future = Future()
@@ -63,7 +73,7 @@ class AwaitedStep:
         if self.future is not None:
             # The future of a failed step stays, so that later waits raise too: masters are half stepped.
             waits = not self.future.done()
-            with recording.stands("step", "offloaded step", on_host=True) if waits else _AT_ONCE:
+            with recording.waiting("step", "offloaded step", on_host=True) if waits else _AT_ONCE:
                 self.future.result()
             self.future = self.event = None
 
@@ -71,11 +81,10 @@ class AwaitedStep:
 _AT_ONCE = contextlib.nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
-class Dtypes:
-    """The dtypes of a bucket's compute parameters, masters, gradients and optimizer state. Gradients are summed in
-    `reduce`, then held in `grad`. They are sent in `wire`: `reduce`, or `compute` where that loses no bit. With
-    `exchanged` gradients are sent by an all-to-all, and each rank adds what it receives."""
+class Dtypes(NamedTuple):
+    """The dtypes of a bucket's compute parameters, masters, gradients and optimizer state. Ranks send gradients in
+    `wire`, sum them in `reduce` and hold the sum in `grad`. `wire` is `reduce`, or `compute` where that loses no bit.
+    With `exchanged`, ranks send gradients by an all-to-all, and each rank adds up what it receives."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -129,7 +138,7 @@ class Bucket:
         plan, dtypes, comm = self.plan, self.dtypes, self.comm
         self.awaited_step = AwaitedStep()
         self.shown = Shown.GATHERED
-        self._gathered = True  # what `show` was told last, and what `hide_whole` goes back to
+        self._gathered = True  # the last argument of `show`, to which `hide_whole` returns
         self.hides_rounded = False  # between steps: a use of the gathered values, which are rounded, needs masters
         self._copied: Event = None  # event after the last copy that an offloaded step made to the device
         self.layout = plan.layout
@@ -219,14 +228,29 @@ class Bucket:
             self.storage = ResidentStorage(self._own_part, is_exposed=True)
 
     def _make_param_store(self, values: Tensor) -> None:
-        self.param_store = make_param_store(
-            self.plan, self.label, self.storage, self._own_part, values, self._send, self._tiers, self.comm.streams
-        )
+        """Make the store that the plan asks for, from the compute parameters `values` [owned numel], of any dtype."""
+        own, dtype, tiers = self._own_part, self.dtypes.compute, self._tiers
+        match self.plan.params_rest:
+            case ParamsRest.full_is_master:
+                self.param_store = FullIsMaster(self.storage)
+            case ParamsRest.full:
+                self.param_store = FullCopy(self.storage, own, self._send)
+            case ParamsRest.storage:
+                self.param_store = InMasterStorage(self.storage)
+            case ParamsRest.shard if self.plan.tiers.compute_param is Tier.nvme:
+                on_host = values.to("cpu", dtype)
+                self.param_store = FileShard(tiers, self.storage, self.comm.streams, self.label, on_host)
+            case ParamsRest.shard:
+                self.param_store = DeviceShard(values.to(own.device, dtype, copy=True), self._send)
 
     def _make_grad_store(self) -> None:
-        self.grad_store = make_grad_store(
-            self.plan, self.label, self.plan.owned_numel, self.dtypes.grad, self._tiers, self.comm.streams
-        )
+        plan, tiers, dtype = self.plan, self._tiers, self.dtypes.grad
+        if plan.trainable and plan.grads_on_host:
+            assert tiers.host is not None and tiers.landing is not None
+            assert plan.shards_master, "else norms taken before the copy would count elements that other ranks count"
+            self.grad_store = OnHost(tiers.host, self.label, plan.owned_numel, dtype, tiers.landing)
+        else:
+            self.grad_store = GradStore(dtype, self.comm.streams)
 
     def make_trainable(self) -> None:
         before, self.plan = self.plan, replace(self.plan, trainable=True)
@@ -320,7 +344,7 @@ class Bucket:
         """Record the copy of `nbytes` between tiers that the body makes. Without streams record the host's wait too."""
         recording.moved(lane, nbytes)
         waits = not self.comm.streams.are_there
-        with recording.span(lane, self.label), recording.stands("transfer", self.label) if waits else _AT_ONCE:
+        with recording.span(lane, self.label), recording.waiting("transfer", self.label) if waits else _AT_ONCE:
             yield
 
     def own_compute_params(self) -> Tensor:
@@ -361,7 +385,7 @@ class Bucket:
     def write(self, info: ParamInfo, value: Tensor) -> None:
         """Write a whole parameter: this rank's part to the masters, and all to `full` if the bucket stays gathered."""
         self.write_master(info, value.detach())
-        if not self.plan.reshards and not isinstance(value, StoredTensor):  # else the next gather brings it
+        if not self.plan.reshards and not isinstance(value, StoredTensor):  # else the next gather brings the value
             assert info.gathered is not None
             info.gathered.copy_(value.detach().reshape(info.shape))
         values_changed([info])
@@ -377,7 +401,7 @@ class Bucket:
         # Update the compute parameters completely: no gather follows that would bring the other ranks' slices.
         if not self.plan.reshards or self.full.allocated:
             self.full.data.copy_(full)
-        self.node_shard.becomes(full)
+        self.node_shard.update(full)
 
     # -- gathered values ------------------------------------------------------------------------------------------
 
@@ -406,14 +430,14 @@ class Bucket:
         self.awaited_step.wait()
         self.full.allocate()
         if of_node:
-            self.node_shard.put_into(self.full.data)
+            self.node_shard.copy_to(self.full.data)
         else:
             self.param_store.prepare(self._own_part)
         return self.full.data, self.label
 
     def leave_memory(self) -> None:
         """Give the full buffer new memory, because an abandoned gather may still write to the old memory."""
-        # To wait instead could hang: a gather that only some ranks have issued never ends (`Communicator.resume`).
+        # A wait for the gather could hang: a gather that only some ranks have issued never ends (`resume`).
         assert self.plan.reshards and not self._gathered
         with torch.inference_mode(False):
             self.full.data = torch.empty_like(self.full.data)
@@ -436,8 +460,8 @@ class Bucket:
         return full
 
     def show(self, gathered: bool) -> None:
-        """Point the parameters at gathered values or placeholders; where they show whole masters, from then on when
-        these are hidden, because what users have written is in the shown tensors only."""
+        """Point the parameters at gathered values or placeholders. While they show whole masters, which alone have what
+        users have written, do this at the end, in :meth:`hide_whole`."""
         self._gathered = gathered
         if self.shown is Shown.MASTERS or self.shown is Shown.PLAIN:
             return
@@ -457,7 +481,7 @@ class Bucket:
         set_values(self.params, values, "plain" if shown is Shown.PLAIN else "present")
 
     def hide_whole(self) -> None:
-        self.shown = Shown.GATHERED  # values are here, as before
+        self.shown = Shown.GATHERED  # values are present, so `show` raises versions if placeholders follow
         self.show(self._gathered)
 
     def _enter(self, shown: Shown) -> None:

@@ -19,8 +19,7 @@ from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.engine.units.packed import replicate_beside
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.mesh.local_leaves import split_of
-from lightning_zero.planning.buckets import place
-from lightning_zero.planning.placement import STAGES, TierRow
+from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.topology import Ranks, by_part
 from lightning_zero.pretrained.first import ADAPTER, reset_adapter, resetter
 from lightning_zero.settings import ConfigError, Precision, ZeroConfig
@@ -54,7 +53,14 @@ def materialise(
     for name, inner in adapters:
         reset_adapter(module, name, inner)
     for name, inner in own:
-        _refuse_without_values(name, inner, {key for other, key in were_meta if other == name})
+        for key, tensor in _own_tensors(inner).items():
+            if (name, key) not in were_meta or tensor.is_meta or not (tensor.is_floating_point() and tensor.numel()):
+                continue
+            if bool(tensor.isnan().all()):
+                raise ConfigError(
+                    f"{f'{name}.{key}' if name else key} was on the meta device, and {type(inner).__name__} has not "
+                    "initialized it. Have its reset_parameters() do that, or build it off meta."
+                )
 
 
 def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str, Tensor], device: torch.device) -> None:
@@ -81,18 +87,7 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
         reset()
         for tensor in lacking.values():
             if (split := split_of(tensor)) is not None:
-                tensor.data = split.of(tensor.data).contiguous()
-
-
-def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[str]) -> None:
-    for key, tensor in _own_tensors(inner).items():
-        if key not in were_meta:
-            continue
-        if not tensor.is_meta and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
-            raise ConfigError(
-                f"{f'{name}.{key}' if name else key} was on the meta device, and {type(inner).__name__} has not "
-                "initialized it. Have its reset_parameters() do that, or build it off meta."
-            )
+                tensor.data = split.cut(tensor.data).contiguous()
 
 
 def move_param(param: nn.Parameter, value: Tensor) -> None:
@@ -131,8 +126,8 @@ def kinds_of(buffers: Iterable[tuple[str, Tensor]]) -> list[tuple[str, tuple[int
 
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
-    """Move all buffers to the engine's device with rank 0's values; floats take `dtype`, unless None. Those that are
-    not the same kind on all ranks keep their values. Collective."""
+    """Move all buffers to the engine's device, with rank 0's values, and floating-point buffers to `dtype`, unless that
+    is None. Buffers whose shape or dtype differs between ranks keep each rank's values. Collective."""
     moved: dict[int, Tensor] = {}
     table = comm.all_gather_objects(kinds_of(module.named_buffers()), "which buffers ranks have")
     everywhere = {name for name, *_ in set(table[0]).intersection(*table)}
@@ -158,14 +153,15 @@ def build_units(
     groups: Sequence[UnitGroup],
     config: ZeroConfig,
     comm: Communicator,
-    rows: Sequence[TierRow],
+    plans: Sequence[BucketPlan],
     tiers: Tiers,
     sources: Mapping[str, Tensor],
 ) -> list[Unit]:
     """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective.
 
-    `rows` has the tiers of each unit. `sources` has first values by name, of which a rank reads its own parts. Raises
-    ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on any rank.
+    `plans`: one of each bucket, in the order of `groups`. `sources`: first values by name, of which a rank reads its
+    own parts. Raises ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on
+    any rank.
     """
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
@@ -177,13 +173,11 @@ def build_units(
             make = functools.partial(materialise, module, group.name, names, comm.device, sources)
             comm.together(f"first values of unit {group.name or '(root)'}", make)
         buckets: list[Bucket] = []
-        for part in group.buckets:
-            shape, stage = part.shape(index), STAGES[config.stage.name]
-            plan = place(shape, stage, rows[index], comm.shard.size, even_alone=comm.even_alone)
+        for part, plan in zip(group.buckets, (plan for plan in plans if plan.unit == index), strict=True):
             label = f"{group.name or '(root)'}#{len(buckets)}"
             among = comm
             if part.parts > 1:
-                among = comm.over(Ranks.of(comm.rank, by_part(comm.ranks.topology, part.parts), config))
+                among = comm.with_ranks(Ranks.locate(comm.rank, by_part(comm.ranks.topology, part.parts), config))
             bucket = Bucket(label, part.params, plan, part.dtypes, among, tiers)
             _fill(bucket, sources)
             buckets.append(bucket)
@@ -223,7 +217,14 @@ def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
             bucket.full.data.copy_(values)
         del values
     if found:
-        comm.together(f"first values of {bucket.label}", functools.partial(_read_own, bucket, found, own))
+
+        def read_own_parts() -> None:
+            for fragment in bucket.owned_fragments():
+                if fragment.index in found:
+                    target = own[fragment.start : fragment.start + fragment.numel]
+                    bucket.params[fragment.index].copy_part(found[fragment.index], fragment.offset, target)
+
+        comm.together(f"first values of {bucket.label}", read_own_parts)
         bucket.share(own)
     fill = functools.partial(bucket.fill, own)
     if bucket.plan.tiers.uses_host_or_files:
@@ -237,11 +238,3 @@ def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
         # After the move, which gives the parameter another version: an older one here would look like a user's write.
         info.version = info.param._version
     bucket.show(gathered=True)
-
-
-def _read_own(bucket: Bucket, found: Mapping[int, Tensor], own: Tensor) -> None:
-    """Read this rank's parts of the first values `found` (by the parameters' slots) into `own` [owned numel]."""
-    for fragment in bucket.owned_fragments():
-        if fragment.index in found:
-            target = own[fragment.start : fragment.start + fragment.numel]
-            bucket.params[fragment.index].copy_part(found[fragment.index], fragment.offset, target)

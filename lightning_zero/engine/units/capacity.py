@@ -1,7 +1,7 @@
 """Choose and make the tiers (host memory, files) of an engine, after a check that they have enough free bytes.
 
-Ranks of one host share its memory and its disk. Their needs are summed by host and compared with what the host has, so
-all ranks raise the same error.
+Ranks of one host share its memory and its disk. All ranks sum the needs of each host's ranks, compare the sums with
+what each host has, and so raise the same error.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lightning_zero.comm.agreements import gather_objects
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, own_path, ranks_on_disk
 from lightning_zero.device import accelerator_of
-from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
+from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes
 from lightning_zero.engine.units.master_storage import Tiers
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role, place
 from lightning_zero.planning.memory import Moment
-from lightning_zero.planning.placement import OFFLOADS, STAGES, Budgets, Tier, TierRow, default_budgets, split_by_budget
+from lightning_zero.planning.placement import OFFLOADS, STAGES, Budgets, Tier, default_budgets, split_by_budget
 from lightning_zero.planning.topology import Ranks, is_even, over_nodes
 from lightning_zero.ranks.posts import machine
 from lightning_zero.ranks.waits import Waits
@@ -40,71 +40,85 @@ LANDING_THREADS = 4  # enough to keep up with a link: each adds a few GB/s
 _NONE = Tiers()
 
 
+class Held(NamedTuple):
+    """Describes a bucket before a restage: the bucket's plan, and the size of its optimizer state."""
+
+    plan: BucketPlan
+    states: int  # number of state tensors as large as the masters
+    later: int  # number of such tensors after the first step
+    whole: int = 0  # bytes of the state of parameters that are stepped whole
+    whole_later: Callable[[BucketPlan], int] = lambda _: 0  # these bytes under another plan
+
+
 def make_tiers(
-    groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
-) -> tuple[Tiers, list[TierRow]]:
-    """Choose the tiers on which each unit's values rest. Return new tiers, and a `TierRow` per unit. Collective.
-
-    `instances`: file tier numbers in use. `share`: this rank's part of its machine. Raises ConfigError if masters and
-    parameters do not fit, or the folder is unusable.
-    """
-    offload = config.offload
-    path = path_of(offload, comm, share)
-    rows = choose_rows(groups, config, comm, share, path)
-    used = {tier for row in rows for tier in row}
-    plans = placed(groups, rows, config, comm)
-    # Optimizer state is made later, and checked then.
-    rest = memory.planned_bytes(plans, state_tensors=0, moment=Moment.cleared)
-    if used != {Tier.device}:
-        staging = rest[Role.staging, Tier.host]
-        needed = memory.on_tier(rest, Tier.host) - staging
-        check_host_memory(comm, needed, offload.host_budget, held=0, staging=staging)
-    host = HostTier(comm.streams.accelerator, budget=offload.host_budget) if Tier.host in used else None
-    nvme = None
-    if Tier.nvme in used:
-        nvme = _files(comm, None, str(path), offload, instances, memory.on_tier(rest, Tier.nvme))
-    return with_ways(host, nvme, plans, comm, share), rows
-
-
-def path_of(offload: OffloadConfig, comm: Communicator, share: Share) -> str | None:
-    """Return this rank's folder for offloaded files, or None if the user gave no path. Collective."""
-    given = offload.nvme_path
-    return comm.together("zero.offload.nvme_path", lambda: own_path(given, share, comm.rank)) if given else None
-
-
-def choose_rows(
     groups: Sequence[UnitGroup],
     config: ZeroConfig,
     comm: Communicator,
-    share: Share,
-    path: str | None,
-    held: memory.Bytes | None = None,
-) -> list[TierRow]:
-    """Return for each unit the tiers to rest on. `held`: bytes in use that count as free. Collective."""
-    if config.offload.name is not Offload.auto:
-        return [OFFLOADS[config.offload.name]] * len(groups)
-    budgets = _budgets(config.offload, path, comm, share, held or Counter())
-    return split_by_budget(sizes_of(groups, config, comm.shard.size), budgets)
-
-
-def with_ways(
-    host: HostTier | None,
-    nvme: NvmeTier | None,
-    plans: Sequence[BucketPlan],
-    comm: Communicator,
+    instances: Collection[int],
     share: Share,
     before: Tiers = _NONE,
-) -> Tiers:
-    """Return :class:`Tiers` of `host`, `nvme` and helpers that copy. Reuse the landing and the sender of `before`."""
-    landing = sender = read_ahead = None
-    if host is not None:
-        landing = before.landing or Landing(comm.streams, min(share.cpus, LANDING_THREADS))
-    if nvme is not None:
-        accelerator = comm.streams.accelerator
+    held_by: Sequence[Held] | None = None,
+) -> tuple[Tiers, list[BucketPlan]]:
+    """Choose the tiers on which each unit's values rest, and make the tiers. Return the tiers and a plan for each
+    bucket. Collective.
+
+    Args:
+        instances: file tier numbers in use.
+        share: this rank's part of its machine.
+        before: the present tiers, in a restage. Their host memory and files are reused.
+        held_by: in a restage, what each bucket holds on these tiers, in the order of ``groups``.
+
+    Raises ConfigError on all ranks, before any change, if a tier lacks bytes or the folder cannot be used.
+    """
+    offload, accelerator = config.offload, comm.streams.accelerator
+    if path := offload.nvme_path:
+        path = comm.together("zero.offload.nvme_path", partial(own_path, path, share, comm.rank))
+    held = _sum((bucket.plan, bucket.states, bucket.whole) for bucket in held_by or ())
+    stage, size, alone = STAGES[config.stage.name], comm.shard.size, comm.even_alone
+    if offload.name is Offload.auto:
+        units = [memory.unit_bytes(unit.name, (b.shape(0) for b in unit.buckets), stage, size) for unit in groups]
+        rows = split_by_budget(units, _budgets(offload, path, comm, share, held))
+    else:
+        rows = [OFFLOADS[offload.name]] * len(groups)
+    plans = [place(shape, stage, rows[shape.unit], size, even_alone=alone) for shape in bucket_shapes(groups)]
+    on_device = 0
+    if held_by is None:  # optimizer state is made later, and checked then
+        wanted = memory.planned_bytes(plans, state_tensors=0, moment=Moment.cleared)
+    else:
+        to_come = ((plan, b.later, b.whole_later(plan)) for plan, b in zip(plans, held_by, strict=True))
+        wanted = _sum(to_come, Moment.reduced)
+        on_device = memory.on_tier(wanted, Tier.device) - memory.on_tier(held, Tier.device)
+        accelerator.release_cached()
+        if free := accelerator.free_nbytes():
+            moving = max((2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0)  # old and new
+            gpu = f"GPU of rank {comm.rank}"
+            place_of_gpu = place_of(gpu, gpu)
+            check_free_memory(DEVICE_MEMORY, comm, place_of_gpu, on_device + moving, None, held=0, available=free)
+            on_device = 0
+    used = {tier for row in rows for tier in row}
+    if used != {Tier.device} or held_by is not None:
+        staging, rests = wanted[Role.staging, Tier.host], held[Role.staging, Tier.host]
+        resting = memory.on_tier(held, Tier.host) - rests
+        more = memory.on_tier(wanted, Tier.host) - staging - resting
+        # Without memory of its own (CPU), the device's needs count as host memory.
+        staging = max(staging - rests, 0) + on_device
+        check_host_memory(comm, more, offload.host_budget, held=resting, staging=staging)
+    nvme = sender = read_ahead = None
+    if Tier.nvme in used:
+        nvme = before.nvme
+        if nvme is not None:  # agreed: making files sends messages
+            other = str(nvme.path) != str(path) or nvme.threads != IO_THREADS
+            nvme = None if comm.max_(torch.tensor([other], dtype=torch.uint8)).item() else nvme
+        rests = memory.on_tier(held, Tier.nvme) if nvme is not None else 0
+        nvme = _files(comm, nvme, str(path), offload, instances, memory.on_tier(wanted, Tier.nvme) - rests, rests)
         if comm.streams.are_there:
             sender = before.sender or Sender(accelerator)
         read_ahead = ReadAhead(accelerator, max(map(memory.read_nbytes, plans)))
-    return Tiers(host, nvme, landing, sender, read_ahead)
+    host = landing = None
+    if Tier.host in used:
+        host = before.host or HostTier(accelerator, budget=offload.host_budget)
+        landing = before.landing or Landing(comm.streams, min(share.cpus, LANDING_THREADS))
+    return Tiers(host, nvme, landing, sender, read_ahead), plans
 
 
 def _files(
@@ -114,11 +128,12 @@ def _files(
     offload: OffloadConfig,
     instances: Collection[int],
     needed: int,
-    held: int = 0,
+    held: int,
 ) -> NvmeTier:
-    """Return the file tier `before`, or a new one if `before` is None. Check that `needed` bytes fit. Collective.
+    """Return the file tier ``before``, or a new one if ``before`` is None. Check that ``needed`` bytes fit beside the
+    ``held`` bytes that the tier has. Collective.
 
-    The tier has `held` of these bytes already. Raises ConfigError for an unusable folder, a full disk or a low budget.
+    Raises ConfigError for an unusable folder, a full disk or a low budget.
     """
     nvme = before
     if nvme is None:
@@ -134,7 +149,7 @@ def _files(
         )
         nvme = comm.together("files for what is offloaded", make, undo=NvmeTier.close)
     try:
-        check_files(comm, nvme, needed - held, offload.nvme_budget, held=held)
+        check_files(comm, nvme, needed, offload.nvme_budget, held=held)
     except BaseException:
         if before is None:
             nvme.close()
@@ -244,13 +259,6 @@ def check_free_memory(
             )
 
 
-def placed(
-    groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, comm: Communicator
-) -> list[BucketPlan]:
-    row, size, alone = STAGES[config.stage.name], comm.shard.size, comm.even_alone
-    return [place(shape, row, rows[shape.unit], size, even_alone=alone) for shape in bucket_shapes(groups)]
-
-
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
     """Return a byte budget for each tier, equal on all ranks. Collective.
 
@@ -286,84 +294,20 @@ def find_ranks(
     names = [name for name, *_ in table]
     hybrid_shard = config.hybrid_shard
     if hybrid_shard is HybridShard.auto:
-        several = not config.splits and len(set(names)) > 1 and is_even(names)
-        on_node, on_host = Counter(names), Counter(host for _, host, *_ in table)
-        fits = several and all(
-            _fits_half(groups, config, on_node[node], gpu, free, on_host[host]) for node, host, gpu, free in table
+        # With zero/offload=auto replicas would use up the budgets.
+        several = (
+            not config.splits and len(set(names)) > 1 and is_even(names) and config.offload.name is not Offload.auto
         )
-        hybrid_shard = HybridShard.node if fits else HybridShard.flat
+        on_host = Counter(host for _, host, *_ in table)
+
+        def fits(node: str, host: str, gpu: int, free: int) -> bool:
+            stage, tiers, ranks = STAGES[config.stage.name], OFFLOADS[config.offload.name], names.count(node)
+            plans = [place(shape, stage, tiers, ranks) for shape in bucket_shapes(groups)]
+            return memory.fits_half(memory.planned_bytes(plans), gpu, free, on_host[host])
+
+        hybrid_shard = HybridShard.node if several and all(fits(*row) for row in table) else HybridShard.flat
     exchanges = any(bucket.dtypes.exchanged for unit in groups for bucket in unit.buckets)
-    return Ranks.of(waits.rank, over_nodes(names, hybrid_shard, exchanges=exchanges), config)
-
-
-def _fits_half(
-    groups: Sequence[UnitGroup], config: ZeroConfig, shard_size: int, gpu: int, host: int, local_ranks: int
-) -> bool:
-    if config.offload.name is Offload.auto:
-        return False  # replicas would use up the budgets
-    row, tiers = STAGES[config.stage.name], OFFLOADS[config.offload.name]
-    buckets = [place(shape, row, tiers, shard_size) for shape in bucket_shapes(groups)]
-    return memory.fits_half(memory.planned_bytes(buckets), gpu, host, local_ranks)
-
-
-class Held(NamedTuple):
-    """Describes a bucket before a restage: the bucket's plan, and the size of its optimizer state."""
-
-    plan: BucketPlan
-    states: int  # number of state tensors as large as the masters
-    later: int  # number of such tensors after the first step
-    whole: int = 0  # bytes of the state of parameters that are stepped whole
-    whole_later: Callable[[BucketPlan], int] = lambda _: 0  # these bytes under another plan
-
-
-def change_tiers(
-    groups: Sequence[UnitGroup],
-    config: ZeroConfig,
-    comm: Communicator,
-    instances: Collection[int],
-    share: Share,
-    before: Tiers,
-    buckets: Sequence[Held],
-) -> tuple[Tiers, list[BucketPlan]]:
-    """Make the tiers for another `config` of a sharded module. Return them and a plan for each bucket. Collective.
-
-    Host memory and files of `before`, the present tiers, are reused. The caller sets their budgets. `buckets` are in
-    the order of `groups`. Raises ConfigError, before any change, if a tier lacks bytes or the folder cannot be used.
-    """
-    offload, accelerator = config.offload, comm.streams.accelerator
-    path = path_of(offload, comm, share)
-    held = _sum((bucket.plan, bucket.states, bucket.whole) for bucket in buckets)
-    rows = choose_rows(groups, config, comm, share, path, held)
-    plans = placed(groups, rows, config, comm)
-    to_come = ((plan, b.later, b.whole_later(plan)) for plan, b in zip(plans, buckets, strict=True))
-    wanted = _sum(to_come, Moment.reduced)
-    more = {tier: memory.on_tier(wanted, tier) - memory.on_tier(held, tier) for tier in Tier}
-    on_device = more[Tier.device]
-    accelerator.release_cached()
-    if free := accelerator.free_nbytes():
-        on_device += max(
-            (2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0
-        )  # bytes of a bucket's old and new values during its move
-        gpu = f"GPU of rank {comm.rank}"
-        check_free_memory(DEVICE_MEMORY, comm, place_of(gpu, gpu), on_device, None, held=0, available=free)
-        on_device = 0
-    # Without memory of its own (CPU), the device's needs count as host memory.
-    staging = Role.staging, Tier.host
-    on_way = wanted[staging] - held[staging]
-    resting = memory.on_tier(held, Tier.host) - held[staging]
-    check_host_memory(
-        comm, more[Tier.host] - on_way, offload.host_budget, held=resting, staging=max(on_way, 0) + on_device
-    )
-    used = {tier for row in rows for tier in row}
-    nvme = None
-    if Tier.nvme in used:
-        there = before.nvme
-        other = there is None or str(there.path) != str(path) or there.threads != IO_THREADS
-        other = bool(comm.max_(torch.tensor([other], dtype=torch.uint8)))  # agreed: making files sends messages
-        needed, rests = memory.on_tier(wanted, Tier.nvme), 0 if other else memory.on_tier(held, Tier.nvme)
-        nvme = _files(comm, None if other else there, str(path), offload, instances, needed, rests)
-    host = (before.host or HostTier(accelerator)) if Tier.host in used else None
-    return with_ways(host, nvme, plans, comm, share, before), plans
+    return Ranks.locate(waits.rank, over_nodes(names, hybrid_shard, exchanges=exchanges), config)
 
 
 def _sum(buckets: Iterable[tuple[BucketPlan, int, int]], moment: Moment = Moment.cleared) -> memory.Bytes:

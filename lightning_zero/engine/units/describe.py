@@ -6,9 +6,8 @@ A description holds sizes and dtypes only. The memory plan reads it, and all ran
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from types import FunctionType
 
@@ -21,15 +20,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_zero.comm.agreements import gather_objects
+from lightning_zero.comm.agreements import gather_if_unequal
 from lightning_zero.engine.units.bucket import Dtypes
 from lightning_zero.engine.units.packed import is_packed, refuse_unpackable, tensors_beside
 from lightning_zero.engine.units.param import ParamInfo, classes_of, find_owner, strides_of
 from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.layout import split_by_bytes
-from lightning_zero.planning.memory import unit_bytes
-from lightning_zero.planning.placement import STAGES, Placement, UnitBytes
+from lightning_zero.planning.placement import STAGES, Placement
 from lightning_zero.planning.units import choose_units, owner_of
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError, DType, Precision, Recompute, ZeroConfig
@@ -62,25 +60,15 @@ class BucketGroup:
         numels = tuple(info.numel for info in self.params)
         built = tuple(info.numel * info.dtype.itemsize for info in self.params)
         beside = sum(tensor.nbytes for info in self.params for _, _, tensor in tensors_beside(info.param))
-        return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole, built, beside, self.parts)
+        compute, master, reduce, grad, wire = (dtype.itemsize for dtype in self.dtypes[:5])
+        sizes = Itemsizes(compute, master, reduce, grad, wire, self.dtypes.exchanged, self.dtypes.state)
+        return BucketShape(unit, numels, sizes, self.trainable, self.whole, built, beside, self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitGroup:
     name: str  # fqn of the module, "" for the root
     buckets: list[BucketGroup]
-
-
-def itemsizes(dtypes: Dtypes) -> Itemsizes:
-    return Itemsizes(
-        dtypes.compute.itemsize,
-        dtypes.master.itemsize,
-        dtypes.reduce.itemsize,
-        dtypes.grad.itemsize,
-        dtypes.wire.itemsize,
-        exchanged=dtypes.exchanged,
-        state=dtypes.state,
-    )
 
 
 def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
@@ -204,11 +192,6 @@ def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:
     return [bucket.shape(index) for index, unit in enumerate(units) for bucket in unit.buckets]
 
 
-def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) -> list[UnitBytes]:
-    row = STAGES[config.stage.name]
-    return [unit_bytes(u.name, (b.shape(0) for b in u.buckets), row, world_size) for u in units]
-
-
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
     """Yield modules whose class, or name with a dot behind it, matches one of `patterns`. Under mixed precision their
     parameters keep fp32."""
@@ -218,8 +201,8 @@ def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Modu
 
 
 def recomputes(block: nn.Module, config: ZeroConfig) -> bool:
-    """Return whether `config` recomputes the unit `block`. A split embedding or linear layer is not: its hooks, which
-    make its DTensors, are not called again. It has no activations inside."""
+    """Return whether `config` recomputes the unit `block`. A split embedding or linear layer is not recomputed: the
+    hooks that make its DTensors are not called again, and such a layer has no activations inside."""
     is_split = any(split_of(param) is not None for param in block.parameters(recurse=False))
     return config.activation_checkpointing is not Recompute.none and not is_split
 
@@ -246,7 +229,7 @@ def _group(
     # Buckets are the same at every stage: norms are summed by bucket, so other buckets would change their last bits.
     groups: dict[tuple[Dtypes, bool, bool, int], list[ParamInfo]] = {}
     for param, fqns in members:
-        dtypes = replace(_dtypes(param, id(param) in fp32, config, precision), state=config.optimizer.state_dtype)
+        dtypes = _dtypes(param, id(param) in fp32, config, precision)
         # See [Note: placeholders].
         whole = param.numel() <= 1 or not (param.is_floating_point() or is_packed(param)) or id(param) in norms
         dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
@@ -278,24 +261,19 @@ def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) 
 
 
 def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision: Precision) -> Dtypes:
-    own = param.dtype
-    wide = torch.promote_types(own, torch.float32)
-    if not own.is_floating_point or own.itemsize == 1 or is_packed(param):  # a cast would change packed bytes
-        return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
-    if (true := TRUE_DTYPES.get(precision)) is not None:
-        reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else true
-        return _with_wire(Dtypes(compute=true, master=true, reduce=reduce, grad=true, wire=reduce))
-    if precision is Precision.fp32:
-        return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
-    reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else wide
-    grad = _DTYPES[config.precision.grad_dtype] if config.precision.grad_dtype else wide
-    compute = own if keeps_fp32 or own.itemsize > 4 else AUTOCAST_DTYPES[precision]
-    return _with_wire(Dtypes(compute=compute, master=wide, reduce=reduce, grad=grad, wire=reduce))
-
-
-def _with_wire(dtypes: Dtypes) -> Dtypes:
-    made_narrow = (dtypes.compute, dtypes.reduce) == (torch.bfloat16, torch.float32)
-    return replace(dtypes, wire=dtypes.compute, exchanged=True) if made_narrow else dtypes
+    own, asked, state = param.dtype, config.precision, config.optimizer.state_dtype
+    is_bytes = not own.is_floating_point or own.itemsize == 1 or is_packed(param)  # which a cast would change
+    if is_bytes or precision is Precision.fp32:
+        return Dtypes(own, own, own, own, own, state=state)
+    if precision in TRUE_DTYPES:
+        compute = master = grad = TRUE_DTYPES[precision]
+    else:
+        compute = own if keeps_fp32 or own.itemsize > 4 else AUTOCAST_DTYPES[precision]
+        master = torch.promote_types(own, torch.float32)
+        grad = _DTYPES[asked.grad_dtype] if asked.grad_dtype else master
+    reduce = _DTYPES[asked.reduce_dtype] if asked.reduce_dtype else master
+    exchanged = (compute, reduce) == (torch.bfloat16, torch.float32)
+    return Dtypes(compute, master, reduce, grad, compute if exchanged else reduce, exchanged, state)
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
@@ -303,11 +281,8 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
     ConfigError with the first difference, on all ranks. `group` is None for one rank."""
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [(_describe(u, info), info.saved_strides) for u in units for bucket in u.buckets for info in bucket.params]
-    digest = hashlib.sha256(repr(own).encode()).digest()
-    # Compare all digests, not only this rank's with rank 0's: all ranks must decide alike on the second message.
-    if len(set(gather_objects(group, digest, waits, "whether all ranks have one model"))) == 1:
+    if (table := gather_if_unequal(group, own, waits, "models")) is None:
         return
-    table = gather_objects(group, own, waits, "where the models of ranks differ")
     for rank, other in enumerate(table):
         for (mine, _), (others, _) in zip_longest(table[0], other, fillvalue=("no parameter", ())):
             if mine != others:
@@ -322,11 +297,9 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
 
 def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
     """Raise ConfigError unless `names`, the tensors with first values, are the same on all ranks. Collective."""
-    own = sorted(names)
-    digest = hashlib.sha256(repr(own).encode()).digest()
-    if len(set(gather_objects(group, digest, waits, "whether all ranks have the same first values"))) == 1:
+    table: list[list[str]] | None = gather_if_unequal(group, sorted(names), waits, "names of first values")
+    if table is None:
         return
-    table: list[list[str]] = gather_objects(group, own, waits, "where the first values of ranks differ")
     rank = next(rank for rank, other in enumerate(table) if other != table[0])
     name = min(set(table[0]) ^ set(table[rank]))
     has, lacks = (0, rank) if name in table[0] else (rank, 0)

@@ -24,47 +24,35 @@ from torch import Tensor
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Event
 from lightning_zero.device.streams import Streams
-from lightning_zero.engine.units.master_storage import Tiers
-from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.tiers.extents import Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.pinned import Landing
 
-
-class Factor(NamedTuple):
-    """Holds a factor to multiply gradients by. The copy of the factor to the host ends at `event`."""
-
-    value: Tensor  # 0-d, on the host
-    event: Event
-
-
-class Arrived(NamedTuple):
-    """Holds a gradient that has arrived, and a factor to multiply it by. None: there is no gradient, or no factor."""
-
-    grad: Tensor | None
-    factor: Tensor | None
+# A factor to multiply gradients by (0-d, on the host), and the event at the end of its copy to the host.
+Factor = tuple[Tensor, Event]
 
 
 class Claimed(NamedTuple):
-    """Holds a gradient that an offloaded step has claimed, maybe still on its way to the host. The step only reads."""
+    """Holds a gradient that an offloaded step has claimed, maybe still on its way to the host. The step only reads the
+    gradient."""
 
     streams: Streams
     grad: Tensor | None
     arrival: Event | Future[None]
     factor: Factor | None
 
-    def arrived(self) -> Arrived:
+    def arrived(self) -> tuple[Tensor | None, Tensor | None]:
+        """Wait for the gradient. Return it (None: there is none), and the factor to multiply it by (None: 1)."""
         _wait(self.streams, self.arrival)
-        if self.factor is None:
-            return Arrived(self.grad, None)
-        _wait(self.streams, self.factor.event)
-        return Arrived(self.grad, self.factor.value)
+        factor, event = self.factor or (None, None)
+        _wait(self.streams, event)
+        return self.grad, factor
 
 
 class GradStore:
-    """Holds a reduced gradient on the device. The subclass :class:`OnHost` holds it in host memory. ``value`` is the
-    gradient or None. Reading it waits for a copy to the host, if one is under way. ``memory`` is the tensor that the
-    store has allocated. :class:`OnHost` keeps it while there is no gradient."""
+    """Holds a reduced gradient on the device; the subclass :class:`OnHost` in host memory. ``value`` is the gradient,
+    or None. A read of ``value`` waits for a copy to the host, if one is under way. ``memory`` is the tensor that the
+    store has allocated, which :class:`OnHost` keeps while there is no gradient."""
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
         self._dtype, self._streams = dtype, streams
@@ -147,13 +135,14 @@ class OnHost(GradStore):
         if not self.is_there:
             return None
         if self._arrival is not None:
-            with recording.stands("transfer", self._extent.label, on_host=True):
+            with recording.waiting("transfer", self._extent.label, on_host=True):
                 _wait(self._streams, self._arrival)
         self._arrival = None
-        if (factor := self._factor) is not None:
-            _wait(self._streams, factor.event)
+        if self._factor is not None:
+            factor, event = self._factor
+            _wait(self._streams, event)
             self._factor = None
-            self.memory.mul_(factor.value)
+            self.memory.mul_(factor)
         return self.memory
 
     def add(self, reduced: Tensor) -> None:
@@ -165,19 +154,19 @@ class OnHost(GradStore):
                 _ = self.value  # apply the factor first
             self._arrival, self._seen = self._landing.add(reduced, self.memory), _Seen()
         elif (value := self.value) is not None:
-            with recording.span("d2h", self._extent.label), recording.stands("transfer", self._extent.label):
+            with recording.span("d2h", self._extent.label), recording.waiting("transfer", self._extent.label):
                 value.add_(reduced)  # add before rounding, as on the device
         self.is_there = True
 
     def _bring(self, reduced: Tensor) -> None:
         """Copy the first gradient of a step to host memory. On a device with streams the host does not wait."""
         if not self._streams.are_there:
-            with recording.span("d2h", self._extent.label), recording.stands("transfer", self._extent.label):
+            with recording.span("d2h", self._extent.label), recording.waiting("transfer", self._extent.label):
                 self.memory.copy_(reduced)
             return
         # Cast on the GPU first: a copy to the host that also casts would block the host.
         source = reduced.to(self._dtype)
-        norms, all_finite = self._landing.look(source)
+        norms, all_finite = self._landing.compute_asked(source)
         with self._streams.on("d2h"), recording.span("d2h", self._extent.label):
             self.memory.copy_(source, non_blocking=True)
             self._arrival = self._streams.mark()
@@ -224,13 +213,3 @@ def _wait(streams: Streams, arrival: Event | Future[None]) -> None:
         arrival.result()
     elif arrival is not None:
         streams.accelerator.wait_on_host(arrival)
-
-
-def make_grad_store(
-    plan: BucketPlan, label: str, numel: int, dtype: torch.dtype, tiers: Tiers, streams: Streams
-) -> GradStore:
-    if plan.trainable and plan.grads_on_host:
-        assert tiers.host is not None and tiers.landing is not None
-        assert plan.shards_master, "a norm that is found on the way is of elements that no other rank counts"
-        return OnHost(tiers.host, label, numel, dtype, tiers.landing)
-    return GradStore(dtype, streams)

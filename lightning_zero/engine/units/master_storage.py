@@ -5,10 +5,11 @@ device and the host the tensors are always readable. In files they have memory o
 and `close` nest.
 
 [Note: masters during an offloaded step]
-From `AwaitedStep.ask` until `AwaitedStep.wait` returns, only the step's thread may touch a bucket's masters, optimizer
-state, shard and claimed gradient; otherwise only the main thread. So gathers, reads of masters and changes of gradients
-wait for that step first. On a GPU the step writes to the device only after the event with which it was submitted. The
-step's thread also waits for the write to files that follows, so a :class:`FileStorage` locks its methods.
+From `AwaitedStep.announce` until `AwaitedStep.wait` returns, only the step's thread may touch a bucket's masters,
+optimizer state, shard and claimed gradient; at other times only the main thread may. So gathers, reads of masters and
+changes of gradients wait for that step first. On a GPU the step writes to the device only after the event with which it
+was submitted. The step's thread also waits for the write to files that follows, so a :class:`FileStorage` locks its
+methods.
 """
 
 from __future__ import annotations
@@ -305,14 +306,14 @@ class FileStorage(MasterStorage):
         self._moving = [operation(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)]
 
     def _wait(self) -> None:
-        with recording.profiled("transfer", self._label), recording.stands("disk", self._label, on_host=True):
+        with recording.profiled("transfer", self._label), recording.waiting("disk", self._label, on_host=True):
             for future in self._moving:
                 future.result()
         self._moving = []  # after an error they stay, so that the next wait raises too
 
     def _take_back(self) -> None:
         if self._lent:
-            with recording.stands("disk", self._label, on_host=True):
+            with recording.waiting("disk", self._label, on_host=True):
                 wait(self._lent)  # the reader handles errors
         self._lent = []
 

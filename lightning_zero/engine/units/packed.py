@@ -43,7 +43,7 @@ def tensors_beside(param: Tensor) -> Iterator[tuple[object, str, Tensor]]:
 
 
 def replicate_beside(module: nn.Module, comm: Communicator) -> None:
-    """Give all ranks rank 0's tensors beside packed parameters, on the engine's device. Collective."""
+    """Give all ranks rank 0's tensors that decode packed parameters, on the engine's device. Collective."""
     for inner in module.modules():
         for param in filter(is_packed, inner.parameters(recurse=False)):
             for owner, key, value in tensors_beside(param):
@@ -61,7 +61,7 @@ def prefixes_beside(module: nn.Module) -> tuple[str, ...]:
 
 def load_beside(module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: list[str]) -> None:
     """Hook before one module loads a state dict: load the tensors beside its packed parameters too, which bitsandbytes
-    saves and does not load. Bytes of another dtype, or without what decodes them, are an error."""
+    saves and does not load. Report an error for bytes of another dtype, or without the tensors that decode them."""
     for key, param in module.named_parameters(recurse=False):
         name, value = prefix + key, state.get(prefix + key)
         old: Any = getattr(param, "quant_state", None)

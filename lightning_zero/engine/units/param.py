@@ -4,19 +4,20 @@ An `nn.Parameter` stays the same object for ever. Only its class and its `.data`
 `PresentParameter` keeps torch's disabled `__torch_function__`: operators and `torch.compile` see a plain parameter.
 
 [Note: placeholders]
-While values are not gathered, `.data` is one NaN (0 for packed integers), expanded to the shape: metadata is true, and
-what slips past the engine gives NaN. The class tells the engine of operations that need values. A single element, or
-integers that are not packed, have no placeholder: those parameters are replicated.
+While values are not gathered, `.data` is one NaN (0 for packed integers), expanded to the shape. So metadata is true,
+and an operation that the engine does not notice gives NaN. The class calls the engine before operations that need
+values. Parameters with a single element, or with integers that are not packed, have no placeholder: they are
+replicated.
 
 [Note: version counters]
 In-place operations raise `_version`, on views and on `detach()` too. It is not raised by `.data = value`, operations on
 `.data` (which has a counter of its own), NumPy, collectives of c10d, or kernels that update running statistics. The
 engine raises it when placeholders replace values, so that torch refuses the backward of a graph that saved the
-parameter itself, and lowers it when values return. What `ParamInfo.version` lacks are users' writes.
+parameter itself, and lowers it when values return. Where it differs from `ParamInfo.version`, users have written.
 
 [Note: checksums of writes]
-NumPy and collectives raise no counter, neither the parameter's nor that of `.data`. So a parameter whose `.data` was
-read is compared by checksums with what it was then, before its values are dropped.
+NumPy and collectives raise neither the parameter's counter nor the counter of `.data`. So when users' code reads
+`.data`, the engine takes a checksum of the values, and compares checksums before it drops the values.
 """
 
 from __future__ import annotations
@@ -344,7 +345,7 @@ class ParamInfo:
         if self.split is None or not isinstance(value, Tensor) or tuple(value.shape) != self.split.shape:
             return value
         if not isinstance(value, StoredTensor):
-            return self.split.of(value)
+            return self.split.cut(value)
         split, read = self.split, value.read
         return StoredTensor(split.shape_of(split.part), value.dtype, lambda low, high, _: split.read(read, low, high))
 

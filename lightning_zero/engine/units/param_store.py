@@ -6,7 +6,7 @@ memory. So a :class:`FlatBuffer` keeps that object, and frees and takes memory b
 are valid again after the next gather. In between, a read of one raises an error or crashes the process. On CUDA the
 memory belongs to the gather stream's pool; `device/streams.py` says who waits for whom.
 
-Between uses a :class:`ParamStore` holds the parameters. Its class depends on the plan's :class:`ParamsRest`::
+Between uses a :class:`ParamStore` holds the parameters. Its class depends on ``BucketPlan.params_rest``::
 
                      prepare: before a gather          update: after a step
     FullIsMaster     nothing                           nothing
@@ -29,12 +29,8 @@ from lightning_zero.device.accelerator import Event
 from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.master_storage import MasterStorage, Tiers
 from lightning_zero.engine.units.param import ParamInfo
-from lightning_zero.planning.buckets import BucketPlan, ParamsRest
-from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.topology import Group
 from lightning_zero.tiers.extents import Wanted
-from lightning_zero.tiers.nvme import NvmeTier
-from lightning_zero.tiers.pinned import ReadAhead
 
 
 class FlatBuffer:
@@ -97,22 +93,19 @@ class NodeShard:
         self._range = slice(node.index * each, (node.index + 1) * each)
         self.values: Tensor | None = None
 
-    def slice_of(self, full: Tensor) -> Tensor:
-        return full[self._range]
-
     def keep_slice(self, full: Tensor) -> None:
         """Keep this rank's slice of the gathered values `full` [numel], until `values` is set to None."""
         with torch.inference_mode(False):
-            self.values = self.slice_of(full).clone()
+            self.values = full[self._range].clone()
 
-    def put_into(self, full: Tensor) -> None:
+    def copy_to(self, full: Tensor) -> None:
         assert self.values is not None, "nothing was kept"
-        self.slice_of(full).copy_(self.values)
+        full[self._range].copy_(self.values)
 
-    def becomes(self, full: Tensor) -> None:
+    def update(self, full: Tensor) -> None:
         """If this rank keeps a slice, update that slice from the changed values `full` [numel] of the bucket."""
         if self.values is not None:
-            self.values.copy_(self.slice_of(full))
+            self.values.copy_(full[self._range])
 
     def write(self, info: ParamInfo, start: int, value: Tensor) -> None:
         """Write `value`, a whole parameter whose first element in the bucket is `start`, to the kept slice, if any."""
@@ -192,22 +185,14 @@ class DeviceShard(ParamStore):
 
 
 class FileShard(ParamStore):
-    def __init__(
-        self,
-        tier: NvmeTier,
-        storage: MasterStorage,
-        read_ahead: ReadAhead,
-        streams: Streams,
-        label: str,
-        values: Tensor,
-    ) -> None:
-        self._tier, self._storage, self._streams = tier, storage, streams
-        self._read_ahead = read_ahead
-        self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
+    def __init__(self, tiers: Tiers, storage: MasterStorage, streams: Streams, label: str, values: Tensor) -> None:
+        assert tiers.nvme is not None and tiers.read_ahead is not None
+        self._tier, self._read_ahead, self._storage, self._streams = tiers.nvme, tiers.read_ahead, storage, streams
+        self._extent = self._tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
         self._staged: Tensor | None = None
         self._give_back: Callable[[Event], None] | None = None
         self._reading: Future[None] | None = None
-        self._writing = tier.stage_out(self._extent, values)
+        self._writing = self._tier.stage_out(self._extent, values)
         self._writing.result()  # the caller goes on to use the memory of `values`
 
     def stage_ahead(self) -> None:
@@ -218,7 +203,7 @@ class FileShard(ParamStore):
     def read(self, target: Tensor) -> None:
         self.stage_ahead()
         assert self._reading is not None and self._staged is not None
-        with recording.stands("disk", self._extent.label, on_host=True):
+        with recording.waiting("disk", self._extent.label, on_host=True):
             self._reading.result()
         target.copy_(self._staged, non_blocking=True)
         self._drop()
@@ -245,30 +230,3 @@ class FileShard(ParamStore):
         if self._give_back is not None:
             self._give_back(self._streams.mark())
         self._reading, self._staged, self._give_back = None, None, None
-
-
-def make_param_store(
-    plan: BucketPlan,
-    label: str,
-    storage: MasterStorage,
-    own: Tensor,
-    values: Tensor,
-    send: Callable[[Tensor], None],
-    tiers: Tiers,
-    streams: Streams,
-) -> ParamStore:
-    """Make the store that `plan` asks for, from the compute parameters `values` [owned numel] in any dtype. `own`: this
-    rank's slice of the full buffer; its dtype is kept. `send` casts masters into a tensor."""
-    match plan.params_rest:
-        case ParamsRest.full_is_master:
-            return FullIsMaster(storage)
-        case ParamsRest.full:
-            return FullCopy(storage, own, send)
-        case ParamsRest.storage:
-            return InMasterStorage(storage)
-        case ParamsRest.shard if plan.tiers.compute_param is Tier.nvme:
-            assert tiers.nvme is not None and tiers.read_ahead is not None
-            values = values.to("cpu", own.dtype)
-            return FileShard(tiers.nvme, storage, tiers.read_ahead, streams, label, values)
-        case ParamsRest.shard:
-            return DeviceShard(values.to(own.device, own.dtype, copy=True), send)

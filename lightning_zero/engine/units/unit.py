@@ -17,7 +17,6 @@ from lightning_zero.comm.reduction import Pending
 from lightning_zero.device import recording
 from lightning_zero.engine.units.bucket import Bucket, Place, gather_together
 from lightning_zero.engine.units.packed import is_packed
-from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.settings import ConfigError
 
 
@@ -35,20 +34,13 @@ LEGAL = {
 }
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Unit:
     """The buckets of one submodule or the root, gathered and dropped together. Each is reduced and stepped alone."""
 
     name: str  # fqn of the module, "" for the root
     index: int
     buckets: list[Bucket]
-    title: str = field(init=False)
-    infos: list[ParamInfo] = field(init=False)
-    resharded: list[Bucket] = field(init=False)  # buckets that are dropped after use
-    has_packed: bool = field(init=False)  # 4-bit parameters
-    is_leaf: bool = field(init=False)  # the parameters are those of the module itself, not of modules inside
-    reshards: bool = field(init=False)  # the unit is gathered for a use and dropped after it
-    gathered_nbytes: int = field(init=False)
     state: State = State.GATHERED
     pending: list[Pending] = field(default_factory=list)
     expected: int = 0  # number of gradients that this backward brings for the unit's parameters
@@ -63,13 +55,14 @@ class Unit:
     def __post_init__(self) -> None:
         self.title = self.name or "(root)"
         self.infos = [info for bucket in self.buckets for info in bucket.params]
-        self.has_packed = any(is_packed(info.param) for info in self.infos)
+        self.has_packed = any(is_packed(info.param) for info in self.infos)  # 4-bit parameters
+        # The parameters are those of the module itself, not of modules inside.
         self.is_leaf = all(info.fqn.rpartition(".")[0] == self.name for info in self.infos)
         self.plans_changed()
 
     def plans_changed(self) -> None:
         self.resharded = [bucket for bucket in self.buckets if bucket.plan.reshards]
-        self.reshards = bool(self.resharded)
+        self.reshards = bool(self.resharded)  # the unit is gathered for a use and dropped after it
         self.gathered_nbytes = sum(b.full.nbytes for b in self.resharded)
 
     def _enter(self, state: State) -> None:

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,9 +19,9 @@ from lightning_zero.engine.build import Core
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.capacity import Held, change_tiers
+from lightning_zero.engine.units.capacity import Held, make_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs
-from lightning_zero.engine.units.master_storage import Tiers, opened
+from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
 from lightning_zero.engine.whole.whole_params import gathered_buckets, take_writes_over
 from lightning_zero.optimizers.state_trees import State
@@ -48,19 +47,13 @@ class Move:
 Follow = Callable[[int, Move], None]  # called with a bucket's number and move, to move values that other objects hold
 
 
-class _Seen(NamedTuple):
-    rows: str
-    changes: bool
-    refusal: str | None
-
-
 @outside_autograd
 def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
     """Move all buckets to ``config``: see ``Engine.restage``. ``instances``: numbers of used file tiers. Collective."""
     if not _agree(engine, config):
         return
     for sharded in engine.optimizers:
-        sharded.check_row(STAGES[config.stage.name])
+        sharded.check_stage(STAGES[config.stage.name])
     passes, comm = engine.passes, engine.comm
     passes.leave()
     take_writes_over(engine)
@@ -68,7 +61,7 @@ def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instance
     _agree_on_grads(engine)
     comm.together("restaging: the model", partial(refuse_cuda_graphs, engine.module, config))
     share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()
-    tiers, plans = _make_tiers(engine, config, share, instances)
+    tiers, plans = make_tiers(_describe(engine), config, comm, instances, share, engine.tiers, _held(engine))
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     comm.streams.accelerator.synchronize()  # kernels may still read the values that move
     comm.streams.drop_held()
@@ -105,18 +98,18 @@ def _agree(engine: Core, config: ZeroConfig) -> bool:
 
     Raises ConfigError if ranks got different stages, offloads or budgets, or if one is inside a pass or ``gather()``.
     """
-    table: list[_Seen] = engine.comm.all_gather_objects(
-        _Seen(_say_rows(config), config != engine.config, _in_the_way(engine)), "restaging the module"
-    )
-    for rank, seen in enumerate(table):
-        if seen.refusal is not None:
-            raise ConfigError(f"restage: {seen.refusal} (So says rank {rank}.)")
-        if seen.rows != table[0].rows:
+    own = _say_settings(config), config != engine.config, _in_the_way(engine)
+    table: list[tuple[str, bool, str | None]] = engine.comm.all_gather_objects(own, "restaging the module")
+    first = table[0][0]
+    for rank, (settings, _, refusal) in enumerate(table):
+        if refusal is not None:
+            raise ConfigError(f"restage: {refusal} (So says rank {rank}.)")
+        if settings != first:
             raise ConfigError(
-                f"restage: expected the same stage and offload on all ranks, got {table[0].rows} on rank 0 and "
-                f"{seen.rows} on rank {rank}. Pass the same arguments on all ranks."
+                f"restage: expected the same stage and offload on all ranks, got {first} on rank 0 and {settings} on "
+                f"rank {rank}. Pass the same arguments on all ranks."
             )
-    return any(seen.changes for seen in table)
+    return any(changes for _, changes, _ in table)
 
 
 def _agree_on_grads(engine: Core) -> None:
@@ -131,7 +124,7 @@ def _agree_on_grads(engine: Core) -> None:
             )
 
 
-def _say_rows(config: ZeroConfig) -> str:
+def _say_settings(config: ZeroConfig) -> str:
     """Return the settings that a restage needs equal on all ranks. Folders and threads can differ between nodes."""
     offload = config.offload
     budgets = [offload.device_budget, offload.host_budget, offload.nvme_budget]
@@ -153,13 +146,14 @@ def _in_the_way(engine: Core) -> str | None:
     return None
 
 
-def _make_tiers(
-    engine: Core, config: ZeroConfig, share: Share, instances: Collection[int]
-) -> tuple[Tiers, list[BucketPlan]]:
-    groups = [
+def _describe(engine: Core) -> list[UnitGroup]:
+    return [
         UnitGroup(unit.name, [BucketGroup(b.params, b.dtypes, b.plan.trainable, b.plan.whole) for b in unit.buckets])
         for unit in engine.units
     ]
+
+
+def _held(engine: Core) -> list[Held]:
     counts = {sharded: sharded.states_per_element() for sharded in engine.optimizers}
     listed = {sharded: set(sharded.buckets()) for sharded in engine.optimizers}
     held = []
@@ -169,7 +163,7 @@ def _make_tiers(
         later = sum(counts[sharded] for sharded in own)
         whole = partial(lambda own, bucket, plan: sum(each.whole_state(bucket, plan) for each in own), own, bucket)
         held.append(Held(bucket.plan, now, later, whole(None), whole))
-    return change_tiers(groups, config, engine.comm, instances, share, engine.tiers, held)
+    return held
 
 
 # -- the move ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from lightning_zero.comm.agreements import gather_if_unequal
 from lightning_zero.engine.build import Core
 from lightning_zero.engine.passes.containers import Args, Kwargs
 from lightning_zero.engine.passes.writes import checksum
@@ -45,6 +45,9 @@ from lightning_zero.optimizers.state_trees import Leaf, Saved, State, with_leave
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
 from lightning_zero.settings import ConfigError
 
+Storages = Sequence[MasterStorage]  # of one copy of the masters of all buckets
+Parts = Mapping[Value, Sequence[Part]]
+
 # -- the module, out of shards ----------------------------------------------------------------------------------------
 
 
@@ -69,9 +72,7 @@ def _elsewhere(engine: Core, trainable_only: bool) -> dict[int, Tensor]:
     return _tensors(engine, lambda _, info: OnRank0.like(info, info.dtype), trainable_only)
 
 
-def fake_copy(
-    engine: Core, fakes: FakeTensors, storages: Sequence[MasterStorage], *, trainable_only: bool = False
-) -> State:
+def fake_copy(engine: Core, fakes: FakeTensors, storages: Storages, *, trainable_only: bool = False) -> State:
     """Return ``module.state_dict()`` with fake tensors for ``storages`` (a copy of all masters), on rank 0."""
     name = f"copy {len(fakes.copies)}"
     fakes.copies[name] = storages
@@ -84,9 +85,7 @@ def fake_copy(
 
 
 @outside_autograd
-def sharded_state_dict(
-    engine: Core, storages: Sequence[MasterStorage] | None = None, *, trainable_only: bool = False
-) -> State:
+def sharded_state_dict(engine: Core, storages: Storages | None = None, *, trainable_only: bool = False) -> State:
     """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of ``storages``, a copy. Collective."""
     take_shown_over(engine)
     parts = parts_by_value(engine, {} if storages is None else {"copy": storages})
@@ -99,14 +98,9 @@ def sharded_state_dict(
     return _state_dict_with(engine, _tensors(engine, tensor, trainable_only), trainable_only)
 
 
-def parts_of(
-    engine: Core,
-    parts: Mapping[Value, Sequence[Part]],
-    value: Value,
-    info: ParamInfo,
-    storages: Sequence[MasterStorage] | None = None,
-) -> TensorParts:
-    storage = engine.buckets[value.bucket].storage if storages is None else storages[value.bucket]
+def parts_of(engine: Core, parts: Parts, value: Value, info: ParamInfo, copies: Storages | None = None) -> TensorParts:
+    """Return a tensor that stands for ``value`` of a parameter, in the dtype of masters, or of ``copies`` of them."""
+    storage = engine.buckets[value.bucket].storage if copies is None else copies[value.bucket]
     dtype = storage.master.dtype
     return TensorParts(info.saved_shape, dtype, parts.get(value, ()), info.saved_strides, info.split, value)
 
@@ -265,7 +259,7 @@ def sharded_optimizer_state(engine: Core, optimizer: Optimizer) -> State:
     return {"state": state, "param_groups": _groups(sharded, lambda place: place.info.fqn)}
 
 
-def _leaf_parts(parts: Mapping[Value, Sequence[Part]], value: Value, split: Split | None, leaf: Leaf) -> TensorParts:
+def _leaf_parts(parts: Parts, value: Value, split: Split | None, leaf: Leaf) -> TensorParts:
     return TensorParts(leaf.shape, leaf.dtype, parts.get(value._replace(name=leaf.name), ()), leaf.strides, split)
 
 
@@ -287,7 +281,7 @@ class _CopyIntoShards(TorchFunctionMode):
         self.engine = engine
         self._versions = self._users_versions()
         self.failed: OSError | None = None  # the error of reading a value
-        self.did: Callable[[nn.Parameter], object] = lambda param: None
+        self.on_copy: Callable[[nn.Parameter], object] = lambda param: None
 
     def _users_versions(self) -> dict[str, int]:
         # See [Note: version counters].
@@ -319,7 +313,7 @@ class _CopyIntoShards(TorchFunctionMode):
             except OSError as error:
                 self.failed = error
                 raise
-            self.did(args[0])
+            self.on_copy(args[0])
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -343,7 +337,7 @@ def load_module(engine: Core, state: Saved, *, strict: bool = True) -> _Incompat
         return own.total()
 
     with loading_into_shards(engine) as copies, engine.comm.long_work.bytes("loading weights", total) as did:
-        copies.did = lambda param: did(own.pop(id(param), 0))  # counts tied parameters once
+        copies.on_copy = lambda param: did(own.pop(id(param), 0))  # counts tied parameters once
 
         def load() -> _IncompatibleKeys:
             try:
@@ -373,10 +367,10 @@ def _refuse_other_values(engine: Core, state: Saved) -> None:
         if isinstance(value, Tensor) and not isinstance(value, StoredTensor | KeptTensor) and not value.is_meta
         if key in infos and value is not infos[key].param
     }
-    one = zlib.crc32(repr(sorted(own.items())).encode())
-    if len(set(engine.comm.gather_checked(one, "whether all ranks load the same values"))) > 1:
-        table = engine.comm.gather_checked(own, "which values ranks load")
-        unequal = sorted({key for found in table for key in found if len({other.get(key) for other in table}) > 1})
+    found = gather_if_unequal(engine._group, sorted(own.items()), engine.comm.waits, "values that are loaded")
+    if found is not None:
+        table = [dict(items) for items in found]
+        unequal = sorted({key for values in table for key in values if len({other.get(key) for other in table}) > 1})
         raise RuntimeError(
             f"loading {', '.join(unequal)}: expected the same values on all ranks, got different ones. Draw values "
             "that are not in the checkpoint (on_load_checkpoint) from a generator with the same seed on all ranks, or "

@@ -400,7 +400,7 @@ def _take_over(engine: Core) -> None:
         bucket.comm.broadcast(values)
         bucket.write(info, values)
         original.copy_(values)
-        if not same_bits(info.flattened(value), info.flattened(original)):  # else its pages stay those of the host
+        if not same_bits(info.flattened(value), info.flattened(original)):  # else this rank still shares the pages
             value.copy_(values)
         if info.param.data_ptr() != value.data_ptr():
             info.param.data.copy_(values)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_zero.device import recording
-from lightning_zero.device.recording import MOVES, STANDS, Recorder
+from lightning_zero.device.recording import MOVES, WAITS, Recorder
 from lightning_zero.engine import Engine
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.lightning_api import Callback, pl
@@ -182,8 +182,8 @@ class ZeroMonitor(Callback):
         sums, order, now = self._sums, _engine(trainer).passes.order, time.monotonic()
         sums["seconds"] += now - self._since
         sums["steps"], self._since = trainer.global_step, now
-        stood, moved = self._recorder.stands_so_far(), self._recorder.moved_so_far()
-        waits = {f"wait_s/{kind}": stood.get(kind, 0.0) for kind in STANDS}
+        stood, moved = self._recorder.waited_so_far(), self._recorder.moved_so_far()
+        waits = {f"wait_s/{kind}": stood.get(kind, 0.0) for kind in WAITS}
         bytes_moved = {f"moved_bytes/{kind}": moved[kind] for kind in MOVES}
         return {**sums, **waits, **bytes_moved, "ahead": order.ahead, "missed": order.missed}
 
@@ -203,8 +203,8 @@ class ZeroMonitor(Callback):
     @staticmethod
     def _waits(trainer: pl.Trainer, done: Mapping[str, float]) -> dict[str, float]:
         kinds = _kinds(_engine(trainer))
-        found = {"zero/wait_s_per_step": sum(done[f"wait_s/{kind}"] for kind in STANDS) / done["steps"]}
-        for name in (*(f"wait_s/{kind}" for kind in STANDS), *(f"moved_bytes/{kind}" for kind in MOVES)):
+        found = {"zero/wait_s_per_step": sum(done[f"wait_s/{kind}"] for kind in WAITS) / done["steps"]}
+        for name in (*(f"wait_s/{kind}" for kind in WAITS), *(f"moved_bytes/{kind}" for kind in MOVES)):
             if name.partition("/")[2] in kinds or done[name]:
                 found[f"zero/{name}"] = done[name] / done["steps"]
         if fetched := done["ahead"] + done["missed"]:
@@ -249,7 +249,7 @@ def batches_at_once(trainer: pl.Trainer) -> int:
 
 
 def _kinds(engine: Engine) -> set[str]:
-    """Return the kinds of waits (:data:`STANDS`) and transfers (:data:`MOVES`) that can occur in this run."""
+    """Return the kinds of waits (:data:`WAITS`) and transfers (:data:`MOVES`) that can occur in this run."""
     kinds = set(_BETWEEN_RANKS) if engine.comm.world_size > 1 else set()
     if engine.config.offload.name is not Offload.none:
         kinds.update(_OFFLOADED)
