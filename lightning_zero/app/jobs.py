@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightning_zero.app.schema import Task, TrainConfig
-from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
+from lightning_zero.app.slurm import ClusterConfig, ClusterName
 from lightning_zero.app.sweep import overrides_of, quoted
 from lightning_zero.ranks.resume import job_name
 from lightning_zero.ranks.started_by import launched

@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import BooleanNode, IntegerNode, OmegaConf, StringNode
 
-from lightning_zero.app.slurm.cluster import ClusterConfig
+from lightning_zero.app.slurm import ClusterConfig
 from lightning_zero.planning.speed import Rates
 from lightning_zero.ranks.resume import job_name
 from lightning_zero.settings import ConfigError, ZeroConfig, nearest, parse_bytes

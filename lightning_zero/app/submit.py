@@ -23,14 +23,13 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.app import train
+from lightning_zero.app import slurm, train
 from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.parts import agreed_precision, build_data, check_data, check_packages
 from lightning_zero.app.plan_tables import advice_lines, after_run_line, short_bytes
 from lightning_zero.app.schema import MachineConfig, TrainConfig
-from lightning_zero.app.slurm import script
-from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
+from lightning_zero.app.slurm import ClusterConfig, ClusterName
 from lightning_zero.planning.choose import choose_row
 from lightning_zero.planning.fit import Advice, Machine, advise, plan_row
 from lightning_zero.planning.placement import Tier
@@ -244,16 +243,16 @@ def run(
         said = [check_memory(config, asked)]
     if cluster.cpus_per_task is None and not any("--cpus-per" in option for option in cluster.sbatch):
         said.append(NO_CPUS)
-    text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=run_dir, own=own)
-    os.makedirs(os.path.dirname(script.log_path(run_dir)), exist_ok=True)  # SLURM does not; the job would die silently
+    text = slurm.script(cluster, arguments, folder=Path.cwd(), run_dir=run_dir, own=own)
+    os.makedirs(os.path.dirname(slurm.log_path(run_dir)), exist_ok=True)  # SLURM does not; the job would die silently
     if dry_run:
         print(text, end="")
         print(*said, "not submitted: dry_run=true", sep="\n", file=sys.stderr)
         return
     print(text, *said, sep="\n")
     job = submit(text)
-    folder = run_dir or script.RUN_DIR.replace("$SLURM_JOB_ID", job)
-    print(f"job: {job}\nrun folder: {folder}\nlog: {script.log_path(run_dir, job)}", flush=True)
+    folder = run_dir or slurm.RUN_DIR.replace("$SLURM_JOB_ID", job)
+    print(f"job: {job}\nrun folder: {folder}\nlog: {slurm.log_path(run_dir, job)}", flush=True)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf.app", config_name="submit")

@@ -25,8 +25,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_zero.app.slurm import script
-from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
+from lightning_zero.app import slurm
+from lightning_zero.app.slurm import ClusterConfig, ClusterName
 from lightning_zero.settings import ConfigError
 
 RESULTS = "results.json"  # written by report/results.py
@@ -60,7 +60,7 @@ def job_arguments(overrides: Sequence[str], hydra_overrides: Sequence[str]) -> l
 def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
     """Submit a job to SLURM. Return the sbatch process, which waits for the job and exits with the job's exit code.
     Raise ConfigError if there is no sbatch."""
-    text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
+    text = slurm.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
     try:
         process = subprocess.Popen(["sbatch", "--parsable", "--wait"], stdin=subprocess.PIPE, text=True)
     except OSError as error:

@@ -36,9 +36,16 @@ from lightning_zero.app.jobs import (
     make_folders,
     slurm_plugins,
 )
-from lightning_zero.app.overrides import FULL_ERROR, check_keys, explain, explain_flag, hydra_prints, hydra_raises
-from lightning_zero.app.own_values import drop_values_of_ours
-from lightning_zero.app.own_values import explicit_keys as explicit_keys
+from lightning_zero.app.overrides import (
+    FULL_ERROR,
+    check_keys,
+    drop_values_of_ours,
+    explain,
+    explain_flag,
+    hydra_prints,
+    hydra_raises,
+)
+from lightning_zero.app.overrides import explicit_keys as explicit_keys
 from lightning_zero.app.parts import (
     OUR_DATA,
     TEXT_DATA,
@@ -95,7 +102,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
 
     from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
     from lightning_zero.report.record import Record
-    from lightning_zero.trainer.allocation import check_srun
+    from lightning_zero.trainer.processes import check_srun
     from lightning_zero.trainer.saves.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
 

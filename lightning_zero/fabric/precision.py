@@ -15,7 +15,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES
 from lightning_zero.lightning_api import fabric
-from lightning_zero.trainer.precision_row import PrecisionRow, to_dtype
+from lightning_zero.trainer.precision import PrecisionRow, to_dtype
 
 
 class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):

@@ -23,8 +23,19 @@ from omegaconf import OmegaConf
 from lightning_zero.planning.choose import human_bytes
 from lightning_zero.report.figure import Bars, can_draw, draw_runs, own_metrics
 from lightning_zero.report.page import MEANING, SPEEDS, Html, Table, html_page, human_seconds, link
-from lightning_zero.report.results import PAGE, PROCESS, RESULTS, write_whole
-from lightning_zero.report.series import CURVES, METRICS, Series, held_and_waits, lines_in, lines_of_csv, series_of
+from lightning_zero.report.results import (
+    CURVES,
+    METRICS,
+    PAGE,
+    PROCESS,
+    RESULTS,
+    Series,
+    held_and_waits,
+    lines_in,
+    lines_of_csv,
+    series_of,
+    write_whole,
+)
 from lightning_zero.settings import ConfigError
 
 INDEX = "index.html"

@@ -3,10 +3,9 @@
 ::
 
     groups      the dataclasses of the groups zero/*, with what each setting means
-    zero_config ZeroConfig: all groups together, the arguments of ZeroStrategy
+    zero_config ZeroConfig: all groups together, the arguments of ZeroStrategy; made from keywords and names
     names       enums of allowed values, and ConfigError
     values      types of settings, and sizes such as 80GB
-    rows        makes settings from keywords, names such as zero3, and other settings
     keywords    types of the keywords that callers from Python write; made by docs/made.py
     python      settings as arguments: in signatures, and in messages for callers from Python
 """
@@ -40,17 +39,17 @@ from lightning_zero.settings.names import choose as choose
 from lightning_zero.settings.names import nearest as nearest
 from lightning_zero.settings.python import Signature as Signature
 from lightning_zero.settings.python import names_arguments as names_arguments
-from lightning_zero.settings.rows import allowed_rows as allowed_rows
-from lightning_zero.settings.rows import candidate_rows as candidate_rows
-from lightning_zero.settings.rows import check_decided as check_decided
-from lightning_zero.settings.rows import for_layout as for_layout
-from lightning_zero.settings.rows import is_decided as is_decided
-from lightning_zero.settings.rows import make_config as make_config
-from lightning_zero.settings.rows import with_rows as with_rows
 from lightning_zero.settings.values import MIB as MIB
 from lightning_zero.settings.values import make_folder as make_folder
 from lightning_zero.settings.values import parse_bytes as parse_bytes
 from lightning_zero.settings.zero_config import ZeroConfig as ZeroConfig
+from lightning_zero.settings.zero_config import allowed_rows as allowed_rows
+from lightning_zero.settings.zero_config import candidate_rows as candidate_rows
+from lightning_zero.settings.zero_config import check_decided as check_decided
 from lightning_zero.settings.zero_config import check_hybrid_shard as check_hybrid_shard
 from lightning_zero.settings.zero_config import check_prefetch as check_prefetch
 from lightning_zero.settings.zero_config import check_rows as check_rows
+from lightning_zero.settings.zero_config import for_layout as for_layout
+from lightning_zero.settings.zero_config import is_decided as is_decided
+from lightning_zero.settings.zero_config import make_config as make_config
+from lightning_zero.settings.zero_config import with_rows as with_rows

@@ -1,4 +1,5 @@
-"""Answer signals on all ranks at the same step, and refuse a save after an exception that only some ranks had."""
+"""Answer signals on all ranks at the same step, refuse a save after an exception that only some ranks raised, and warn
+when a loss or gradient norm is NaN or infinite for the first time."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.engine import Engine
@@ -27,7 +29,7 @@ from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.rendezvous import StartError
 from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, listed, note_job, note_raised, write_outcome
 from lightning_zero.ranks.waits import StallError
-from lightning_zero.trainer.not_finite import NotFinite
+from lightning_zero.settings import Precision
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
 SAVING_SHARE = 0.05  # largest share of the run's time that periodic saves may take
@@ -280,4 +282,65 @@ def refuse_lonely_save(engine: Engine) -> None:
             f"no checkpoint is saved on this exception: rank(s) {missing} did not fail at the same place within "
             f"{MEET_S:g} s, and a checkpoint needs all ranks. Resume from the last regular checkpoint "
             "(ModelCheckpoint(every_n_train_steps=...))."
+        )
+
+
+_STEPS = 2**40  # more than any run has; an earlier step is a larger finding
+
+
+class NotFinite:
+    """Looks at the numbers of steps once their copies have come to the host, which never waits for them."""
+
+    def __init__(self, trainer: Any, engine: Engine) -> None:
+        self._trainer, self._streams = trainer, engine.comm.streams
+        self._rank, self._ranks = engine.comm.rank, engine.comm.world_size
+        skips = engine.config.optimizer.skip_nonfinite is not None
+        self._skips = skips or engine.passes.precision is Precision.fp16
+        self._coming: list[tuple[int, bool, Tensor, Any]] = []
+        self._found = 0
+        self._norm: float | None = None
+        self._said = False
+
+    def note(self, number: Tensor, *, is_norm: bool = False) -> None:
+        """Note a loss of this rank, or a norm, of the step that is being made."""
+        # Norms that overflow are skipped, and with a loss scale the first ones do.
+        matters = not self._said and not (is_norm and self._skips)
+        if number.dim() == 0 and (matters or is_norm):
+            step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+            finding = (_STEPS - step) * (self._ranks + 1) + (0 if is_norm else self._ranks - self._rank)
+            self._coming.append((finding * matters, is_norm, *self._streams.to_host(number.detach())))
+
+    def _take(self) -> None:
+        """Look at the numbers that have come."""
+        while self._coming and ((event := self._coming[0][3]) is None or self._streams.accelerator.is_over(event)):
+            finding, is_norm, number, _ = self._coming.pop(0)
+            if is_norm:
+                self._norm = float(number)
+            if not torch.isfinite(number):
+                self._found = self._found or finding
+
+    @property
+    def found(self) -> int:
+        """Return this rank's first finding whose number has come, which says step and rank; 0: none."""
+        self._take()
+        return self._found
+
+    @property
+    def norm(self) -> float | None:
+        """Return the last norm by which gradients were clipped, of those that have come; None: none has."""
+        self._take()
+        return self._norm
+
+    def say(self, finding: int) -> None:
+        """Warn of the first ``finding`` of all ranks."""
+        if not finding or self._said:
+            return
+        self._said, self._found = True, 0
+        self._coming.clear()
+        left, place = divmod(finding, self._ranks + 1)
+        what = f"the loss of rank {self._ranks - place}" if place else "the norm of gradients"
+        skips = "Such a step is skipped" if self._skips else "zero.optimizer.skip_nonfinite=5 skips such steps"
+        rank_zero_warn(
+            f"{what} is NaN or infinite at step {_STEPS - left} (as loggers count), for the first time. {skips}; "
+            "Trainer(detect_anomaly=True) names the operation."
         )

@@ -8,10 +8,8 @@ from lightning_zero.lightning_api import COLLECTIVE, FitLoop, TrainingEpochLoop
 from lightning_zero.settings import ConfigError
 from lightning_zero.trainer import uneven
 from lightning_zero.trainer.adapted import adapt, is_ours
-from lightning_zero.trainer.callbacks.averaging import AveragesShards
-from lightning_zero.trainer.callbacks.finetuning import FinetunesShards
-from lightning_zero.trainer.callbacks.pruning import PrunesShards
-from lightning_zero.trainer.callbacks.stochastic_averaging import AveragesShardsStochastically
+from lightning_zero.trainer.callbacks.averaging import AveragesShards, AveragesShardsStochastically
+from lightning_zero.trainer.callbacks.parameters import FinetunesShards, PrunesShards
 from lightning_zero.trainer.interruptions import Interruptions
 from lightning_zero.trainer.saves.kept_files import KeepsFiles
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers

@@ -1,17 +1,153 @@
-"""The steps of a Trainer's run: on parts of sequences, with means over tokens and with fingerprints where asked for."""
+"""Run the Trainer's steps: on parts of sequences, with means over tokens, and with fingerprints, as settings ask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_zero.settings import LossMean
+from lightning_zero.checkpoint.rng import Generators
+from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
+from lightning_zero.device import accelerator_of
+from lightning_zero.engine import Engine
+from lightning_zero.planning.topology import Ranks
+from lightning_zero.sequence.part import SequencePart, WholeBatch
+from lightning_zero.sequence.step import SequenceSteps, check_alike
+from lightning_zero.settings import ConfigError, LossMean
 from lightning_zero.trainer.fingerprints import Fingerprints
-from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.run import Run
+from lightning_zero.trainer.sequence_check import SequenceCheck
 from lightning_zero.trainer.step_tokens import StepTokens
+
+LARGEST_SEED = 2**62
+KEY = "zero.tensor_parallel"
+_SUMS = 8  # sums of each gradient: each is over every 8th element
+
+
+class LongSequences(SequenceSteps):
+    """Runs the module's steps: on whole sequences if ``group`` is None, else on one part of a sequence per rank."""
+
+    def __init__(
+        self,
+        module: Any = None,
+        engine: Engine | None = None,
+        ranks: Ranks | None = None,
+        tokens: StepTokens | None = None,
+    ) -> None:
+        """Open the group of the ranks that share a sequence or a batch, if ``ranks`` has one. Raise ConfigError if a
+        module with parts of sequences is compiled. ``tokens``: counts the tokens of training steps. Collective."""
+        self.group: SequenceGroup | None = None
+        self.tokens = tokens
+        self._check: SequenceCheck | None = None
+        self._shared_batches: SharedBatches | None = None
+        if engine is None or ranks is None or ranks.same_batch.size == 1:
+            super().__init__(module, None)
+            return
+        divides = ranks.sequence.size > 1
+        if divides and engine.compiled.are_there:
+            raise ConfigError(
+                "zero.sequence_parallel: expected a module without compiled parts (a compiled graph would not call "
+                "the attention that exchanges heads between ranks), got a compiled one with "
+                f"zero.sequence_parallel={ranks.sequence.size}. Do not call torch.compile, or drop "
+                "zero.sequence_parallel."
+            )
+        group = open_sequence_group(dist.group.WORLD, ranks.same_batch, engine.comm.device, engine.comm.waits)
+        super().__init__(module, group if divides else None)
+        if divides:
+            self.group, self._check = group, SequenceCheck(module, engine, self, group)
+        else:
+            self._shared_batches = shared = SharedBatches(group)
+            engine.passes.on_grad = lambda info, grad: shared.note(info.fqn, grad) if info.split is None else None
+
+    def check_alike(self, batch: Any) -> None:
+        if self.group is not None:
+            check_alike(batch, self.group)
+        if self._shared_batches is not None:
+            check_alike(batch, self._shared_batches.group, KEY)
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        with super().backward():
+            yield
+        if self._shared_batches is not None:
+            self._shared_batches.check_grads()
+
+    def seed_alike(self) -> None:
+        """Seed the random generators of the ranks that share a batch alike, unless their states are equal: dropout, and
+        layers that a step chooses at random, must agree. Without ``seed_everything`` each process starts with another
+        seed. Collective."""
+        group = self.group if self._shared_batches is None else self._shared_batches.group
+        if group is None:
+            return
+        states = [zlib.crc32(state.numpy().tobytes()) for state in Generators.now(group.device).as_tensors().values()]
+        found = group.gather_objects((states, torch.initial_seed()), "random numbers of ranks that share a batch")
+        if any(other != found[0] for other in found):
+            Generators.seeded(found[0][1], group.device).restore(group.device)
+
+    @property
+    def trying(self) -> SequenceCheck | None:
+        """Return the SequenceCheck while it runs a trial step, else None."""
+        return self._check if self._check is not None and self._check.found is not None else None
+
+    def check(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, *, together: bool = True) -> None:
+        """Before the step ``name`` runs, try it on whole sequences and on parts. See :meth:`SequenceCheck.before`."""
+        if self._check is not None:
+            self._check.before(name, step, (*args, *kwargs.values()), together=together)
+
+    def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch, *more = (*args, *kwargs.values())
+        with self._random_numbers_of_a_part():
+            part, own = self.cut(batch)
+            if self.tokens is not None:
+                part = part or WholeBatch()
+                part.empty_is_zero = True
+            return self.train(part, step, own, *more)
+
+    def whole_loss(self, part: SequencePart, loss: Tensor, tokens: Any) -> Tensor:
+        if self.tokens is None:
+            return super().whole_loss(part, loss, tokens)
+        if tokens is not None:
+            loss = part.mean_over(loss, tokens)
+        if self.trying is None and loss.requires_grad:  # else none of its own: what manual optimization returns
+            self.tokens.of_next_backward = part.count(loss)
+        return loss if isinstance(part, WholeBatch) else part.loss(loss)
+
+    def evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batch, *more = (*args, *kwargs.values())
+        part, own = self.cut(batch)
+        return self.evaluate(part, step, own, *more)
+
+    @contextlib.contextmanager
+    def _random_numbers_of_a_part(self) -> Iterator[None]:
+        """Let torch draw, in the body, different numbers on each rank that shares a sequence, so that dropout differs.
+
+        Seed: a number from torch's generator (equal on these ranks, and in checkpoints), plus the rank.
+        Python's and NumPy's generators stay equal on these ranks: models may choose layers by them.
+        """
+        if self.group is None:
+            yield
+            return
+        seed = int(torch.randint(LARGEST_SEED, (1,), dtype=torch.int64))
+        device = self.group.device
+        before, accelerator = Generators.now(device), accelerator_of(device)
+        own = Generators.seeded(seed + self.group.rank, device)
+        _set(own, accelerator)
+        try:
+            yield
+        finally:
+            _set(before, accelerator)
+
+
+def _set(generators: Generators, accelerator: Any) -> None:
+    torch.set_rng_state(generators.torch)
+    if generators.cuda is not None:
+        accelerator.set_rng_state(generators.cuda)
 
 
 class Steps:
@@ -97,3 +233,51 @@ class Steps:
         if begins and not self._is_manual:
             self._run.engine.passes.buffers.sync(evaluates=True)
         return begins
+
+
+class SharedBatches:
+    """Compares batches and gradients of ``group``, whose ranks share a batch."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
+        self._sums: dict[str, Tensor] = {}  # of gradients of this backward, and of their squares, by parameter
+        self._rounding = 0.0  # of the coarsest dtype of these gradients
+        self._backwards = 1  # with the present one
+        self._checked: set[str] = set()  # gradients that were not zero on some rank
+
+    def note(self, name: str, grad: Tensor) -> None:
+        """Add up a gradient of the parameter ``name``, which every rank holds whole, for :meth:`check_grads`."""
+        if name not in self._checked:
+            self._rounding = max(self._rounding, torch.finfo(grad.dtype).eps)
+            flat = grad.detach().float().flatten()
+            sums = F.pad(flat, (0, -len(flat) % _SUMS)).view(-1, _SUMS).sum(0)
+            self._sums[name] = self._sums.get(name, 0.0) + torch.cat([sums, flat.square().sum(0, keepdim=True)])
+
+    def check_grads(self) -> None:
+        """Raise ConfigError on all ranks if a parameter that is not split has different gradients on ranks that share a
+        batch, because then each rank has only a part of the sum. Collective.
+
+        Compares the first gradients that are not zero (behind a layer that begins with zeros all are zero), and all
+        gradients in backwards 2, 4, 8, ... They must agree to half the digits of their dtype."""
+        own, self._sums = {name: total.tolist() for name, total in self._sums.items()}, {}
+        found = self.group.gather_objects((own, self._rounding), f"first gradients ({KEY})")
+        rounding = max(eps for _, eps in found)
+        table = [{name: torch.tensor(total) for name, total in sums.items()} for sums, _ in found]
+        self._checked |= {name for sums in table for name, total in sums.items() if total.any()}
+        self._backwards += 1
+        if not self._backwards & (self._backwards - 1):
+            self._checked.clear()
+        first = table[0]
+        floor = 2 * rounding * sum(float(total[_SUMS]) for total in first.values()) ** 0.5
+
+        def apart(name: str, other: Tensor) -> bool:
+            norm = max(float(first[name][_SUMS]), float(other[_SUMS])) ** 0.5
+            return bool((first[name] - other)[:_SUMS].norm() > rounding**0.5 * norm + floor)
+
+        differ = [name for name in first if any(apart(name, other[name]) for other in table if name in other)]
+        if differ:
+            raise ConfigError(
+                f"{KEY}: expected equal gradients of {differ[0]} (and {len(differ) - 1} others) on ranks that share a "
+                "batch, got different ones: the parameter is not split, but each rank uses it for its own heads or "
+                "features only. Give its module the style replicated_with_grad_allreduce in zero.tensor_plan."
+            )

@@ -44,11 +44,11 @@ from lightning_zero.settings import (
 )
 from lightning_zero.sharding import shard
 from lightning_zero.trainer import interruptions, loops, uneven
-from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
+from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.memory import auto_row
-from lightning_zero.trainer.memory.host_room import check_host_room
+from lightning_zero.trainer.memory.auto_row import check_host_room
 from lightning_zero.trainer.processes import Ended
 from lightning_zero.trainer.run import Run
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
@@ -283,7 +283,6 @@ class ZeroStrategy(Run):
         self._checkpoints.load_what_waits(trainer)
         if fitting:
             averaging.average_shards(trainer, self.engine)
-            stochastic_averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
         self._interruptions = Interruptions(
             trainer,

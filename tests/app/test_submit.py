@@ -18,8 +18,7 @@ import pytest
 
 from lightning_zero.app import jobs, submit, sweep, train
 from lightning_zero.app.schema import TrainConfig
-from lightning_zero.app.slurm import script
-from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName, ContainerRuntime, seconds_of
+from lightning_zero.app.slurm import ClusterConfig, ClusterName, ContainerRuntime, script, seconds_of
 from lightning_zero.ranks.rendezvous import StartError
 from lightning_zero.settings import ConfigError
 
@@ -55,7 +54,7 @@ def slurm(**settings: Any) -> ClusterConfig:
 
 
 def text_of(cluster: ClusterConfig, *arguments: str, run_dir: str | None = None) -> str:
-    return script.script(cluster, arguments, folder=Path("/home/me"), run_dir=run_dir)
+    return script(cluster, arguments, folder=Path("/home/me"), run_dir=run_dir)
 
 
 # -- the script -------------------------------------------------------------------------------------------------------

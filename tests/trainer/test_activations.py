@@ -25,7 +25,7 @@ from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Moment
 from lightning_zero.planning.placement import Tier
 from lightning_zero.settings import ConfigError, Precision, candidate_rows, make_config
-from lightning_zero.trainer.memory import auto_row, host_room
+from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.memory.activations import LiveBytes, measure, measure_sizes
 from lightning_zero.trainer.memory.fake_module import states_of
 from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
@@ -331,8 +331,8 @@ def test_a_host_without_room_for_the_parameters_refuses_them(row: str, tmp_path:
     def of(nbytes: int, device: str) -> Any:
         with torch.device(device):
             module = toys.Lit()
-        room = mock.patch.object(host_room, "available_host_memory", lambda: nbytes + 1 - rank)  # the least counts
-        with room, mock.patch.object(host_room, "free_swap", lambda: 1):
+        room = mock.patch.object(auto_row, "available_host_memory", lambda: nbytes + 1 - rank)  # the least counts
+        with room, mock.patch.object(auto_row, "free_swap", lambda: 1):
             return toys.fit(toys.strategy_of(row), tmp_path, module, max_epochs=1).trainer
 
     rank = dist.get_rank()

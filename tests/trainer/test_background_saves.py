@@ -20,10 +20,10 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCall
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
+from lightning_zero.checkpoint.sharded import items
 from lightning_zero.checkpoint.sharded import save as saving
-from lightning_zero.checkpoint.sharded import snapshot as snapshots
+from lightning_zero.checkpoint.sharded.items import Snapshot
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.checkpoint.sharded.snapshot import Snapshot
 from lightning_zero.ranks.progress import Count
 from lightning_zero.settings import Stage
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
@@ -203,7 +203,7 @@ def test_averages_written_behind_training_are_those_of_the_moment(precision: Any
 def test_copies_are_of_what_changes_and_used_again(tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
     strategy = behind(tmp_path)
-    with mock.patch.object(snapshots, "HostPages", wraps=snapshots.HostPages) as made:
+    with mock.patch.object(items, "HostPages", wraps=items.HostPages) as made:
         fit(strategy, tmp_path, seeded(Lit), max_epochs=1, enable_checkpointing=True, callbacks=[saves])
     total = torch.tensor([sum(call.args[0] for call in made.call_args_list)])
     dist.all_reduce(total)

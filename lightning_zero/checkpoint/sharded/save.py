@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.durable import begin_sync, leave, naming, written_aside
 from lightning_zero.checkpoint.sharded.index import EXTRA, SUFFIX, as_bytes, make_index, refuse_other_folder
-from lightning_zero.checkpoint.sharded.items import Entry, Item, items_of
-from lightning_zero.checkpoint.sharded.snapshot import Snapshot
+from lightning_zero.checkpoint.sharded.items import Entry, Item, Snapshot, items_of
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, together
 from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.master_storage import FileStorage, FlatSlice, MasterStorage, opened

@@ -2,7 +2,7 @@
 
 ::
 
-    checkpointing        the strategy's hooks for checkpoints
+    checkpointing        the strategy's hooks for checkpoints; places of all ranks' loaders in an epoch
     checkpoint_files     reading and writing, shared with Fabric
     checkpoint_io        files, written whole or not at all
     range_saves          one file, written by all ranks
@@ -13,5 +13,4 @@
     kept_files           last.ckpt, and files that a killed run has left
     checkpoint_fits      whether a checkpoint fits this model, and settings it overrides
     random_numbers       states of all ranks' random number generators
-    loader_states        places of all ranks' loaders in an epoch
 """

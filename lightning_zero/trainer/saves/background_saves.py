@@ -4,7 +4,7 @@
 
     main thread                                       a thread of each rank
     save: collect names and small values, make the folder
-    train, and wait before a step changes a shard     copy the shards (checkpoint/sharded/snapshot.py)
+    train, and wait before a step changes a shard     copy the shards (checkpoint/sharded/items.py)
     train                                             write and sync the rank's file
     train                                             rank 0, when all have: write the index, name the folder
     train                                             rank 0: link last.ckpt to it, remove an older checkpoint
