@@ -160,7 +160,7 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
     """Return the checkpoint to resume from, equal on all ranks: a restarted job's newest, else ``config.ckpt_path``."""
-    from lightning_zero.trainer.saves.job_checkpoints import newest_of_job
+    from lightning_zero.trainer.saves.kept_files import newest_of_job
 
     folders = [folder for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))]
     found = newest_of_job(trainer, config.run_dir, folders)

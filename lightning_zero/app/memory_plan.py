@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero.app.parts import PRECISION_ALIASES
 from lightning_zero.app.plan_model import describe_module, on_meta
-from lightning_zero.app.plan_picture import check_picture, draw
-from lightning_zero.app.plan_tables import Described, rates_line, show, title_of
+from lightning_zero.app.plan_output import Described, check_picture, draw, rates_line, show, title_of
 from lightning_zero.app.schema import MachineConfig, named_machine
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import UnitGroup

@@ -24,7 +24,7 @@ from lightning_zero.app.parts import (
     build_model,
     build_optimizer,
 )
-from lightning_zero.app.plan_tables import Described
+from lightning_zero.app.plan_output import Described
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.engine.torch_modes import default_dtype
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup, describe_units

@@ -27,7 +27,7 @@ from lightning_zero.app import slurm, train
 from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.parts import agreed_precision, build_data, check_data, check_packages
-from lightning_zero.app.plan_tables import advice_lines, after_run_line, short_bytes
+from lightning_zero.app.plan_output import advice_lines, after_run_line, short_bytes
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.app.slurm import ClusterConfig, ClusterName
 from lightning_zero.planning.choose import choose_row

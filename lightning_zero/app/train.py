@@ -26,7 +26,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_zero.app import sweep
-from lightning_zero.app.instantiate import build, build_all
 from lightning_zero.app.jobs import (
     check_inside,
     check_saves,
@@ -50,6 +49,8 @@ from lightning_zero.app.parts import (
     OUR_DATA,
     TEXT_DATA,
     agreed_precision,
+    build,
+    build_all,
     build_data,
     build_loggers,
     build_model,

@@ -2,8 +2,8 @@
 
 ::
 
-    strategy        what Fabric asks of a strategy      module         what fabric.setup returns inside its wrapper
-    precision       backward, and the loss scale        checkpoints    fabric.save and fabric.load
+    strategy     the strategy, with fabric.save and fabric.load, and the module inside the wrapper of fabric.setup
+    precision    backward, and the loss scale
 
 Code that both strategies share is in ``trainer``.
 """

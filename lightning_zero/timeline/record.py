@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Recorder, Span
-from lightning_zero.timeline.lanes import MARK, RankLanes, chosen, lanes_of
-from lightning_zero.timeline.page import page_html
+from lightning_zero.timeline.page import MARK, RankLanes, chosen, lanes_of, page_html
 
 ROUNDS = 20  # messages to compare clocks
 AFTER = 5  # optimizer steps before the recording

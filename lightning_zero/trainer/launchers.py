@@ -45,7 +45,7 @@ from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.settings import CheckpointFormat, ConfigError, names_arguments
 from lightning_zero.tiers.remote import RemotePath, place
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
-from lightning_zero.trainer.saves.job_checkpoints import in_own_job
+from lightning_zero.trainer.saves.kept_files import in_own_job
 
 PROBE_S = 3.0
 _THREADS = "OMP_NUM_THREADS"

@@ -17,8 +17,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
 from lightning_zero.app import parts, train
-from lightning_zero.app.instantiate import build_all
 from lightning_zero.app.jobs import decided
+from lightning_zero.app.parts import build_all
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.app.sweep import job_arguments, overrides_of, print_table, read_results
 from lightning_zero.app.tasks import _next, check_vocabulary, optimized

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero.app import train
-from lightning_zero.app.instantiate import accepted_arguments, locate
+from lightning_zero.app.parts import accepted_arguments, locate
 from lightning_zero.app.schema import MachineConfig, TrainConfig, register_schema, run_name
 from lightning_zero.data.text import TextData
 from lightning_zero.models.gpt import LitGPT

@@ -9,8 +9,7 @@
     sharded_checkpoints  folders, written by all ranks
     background_saves     folders, written while training goes on
     held                 parameters that lie in other parts of a checkpoint
-    job_checkpoints      the checkpoint from which a restarted job resumes
-    kept_files           last.ckpt, and files that a killed run has left
+    kept_files           last.ckpt, files that a killed run has left, the checkpoint from which a restarted job resumes
     checkpoint_fits      whether a checkpoint fits this model, and settings it overrides
     random_numbers       states of all ranks' random number generators
 """
