@@ -36,8 +36,8 @@ from lightning_zero.settings import (
     Precision,
     ZeroConfig,
     allowed_rows,
+    change,
     make_config,
-    nearest,
 )
 from lightning_zero.settings.values import kinds_of, positive
 from lightning_zero.trainer.memory.activations import quiet
@@ -253,10 +253,9 @@ def _machine_config(machine: str | Mapping[str, Any] | None) -> MachineConfig:
     name = given.pop("name", None)
     known = named_machine(name) if name is not None else {}
     if unknown := sorted(set(given) - (keys := set(kinds_of(MachineConfig)))):
-        close = nearest(unknown[0], keys)
         raise ConfigError(
-            f"machine: expected name, {', '.join(sorted(keys))}, got {unknown[0]!r}."
-            f"{f' Did you mean {close!r}?' if close else ''}"
+            f"machine: expected name, {', '.join(sorted(keys))}, got {unknown[0]!r}. "
+            f"{change('machine.', unknown[0], keys)}"
         )
     rates = dict(known.get("rates") or {}) | dict(given.get("rates") or {})
     return MachineConfig(**known | given | {"rates": rates})

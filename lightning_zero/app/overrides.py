@@ -26,7 +26,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.settings import ConfigError, nearest
+from lightning_zero.settings import ConfigError, change, nearest
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 NO_NAME = "Config group override must be"  # start of Hydra's message for zero/stage=3 without the group
@@ -66,9 +66,9 @@ def check_keys(node: Any, path: str = "") -> None:
         if "/" in key:
             raise ConfigError(f"{full}: there is no such group; --help lists them. Change {full}.")
         if known is not None and key not in known:
-            close = nearest(key, known)
-            change = f"Write {path}{close}" if close else f"Change {full}"
-            raise ConfigError(f"{full}: no such setting; there are {', '.join(sorted(known))}. {change}.")
+            raise ConfigError(
+                f"{full}: no such setting; there are {', '.join(sorted(known))}. {change(path, key, known)}"
+            )
         if not OmegaConf.is_interpolation(node, key) and not OmegaConf.is_missing(node, key):
             check_keys(node[key], f"{full}.")
 

@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.planning.topology import Ranks, flat
 from lightning_zero.ranks.started_by import launched
-from lightning_zero.settings import ConfigError, Precision, check_installed, nearest
+from lightning_zero.settings import ConfigError, Precision, change, check_installed, nearest
 
 INSTALL = {"logger": " pip install 'lightning-zero[loggers]' brings those of logger=..."}  # by group
 TYPES = {bool: "true or false", int: "a whole number", float: "a number", NoneType: "null"}  # in messages
@@ -93,16 +93,14 @@ def build(
     if accepted is not None:
         unknown = [k for k in node if k not in accepted and not k.startswith("_")]
         for name in (k for k in unknown if k not in droppable):
-            close = nearest(name, accepted)
-            change = f"Write {key}.{close}" if close else f"Change {key}.{name}"
             raise ConfigError(
-                f"{key}.{name}: {path} takes no such argument; it takes {', '.join(sorted(accepted)) or 'none'}. "
-                f"{change}."
+                f"{key}.{name}: {path} takes no such argument; its arguments are "
+                f"{', '.join(sorted(accepted)) or 'none'}. {change(f'{key}.', name, accepted)}"
             )
         for name in sorted(needs_extra - accepted):
             raise ConfigError(
-                f"{name}: {path} takes no argument {name!r}, so that {name}.* has no effect. Drop {name}.*, or let it "
-                f"take {name}."
+                f"{name}: {path} takes no argument {name!r}, so that {name}.* has no effect. Drop {name}.*, or give "
+                f"the class an argument {name}."
             )
         unused = unknown + [k for k in extra if k not in accepted]
         if unused and is_first():
@@ -112,7 +110,7 @@ def build(
     if twice := next((name for name in extra if name in node), None):
         by, own = SET_BY.get(twice, twice), f"{key}.{twice}"
         raise ConfigError(
-            f"{own}: expected none, as {by}=... sets it, got {node[twice]!r}. Choose {by}=..., drop {own}."
+            f"{own}: expected none, because {by}=... sets {own}, got {node[twice]!r}. Drop {own}, and choose {by}=..."
         )
     try:
         given = instantiate(node, _convert_="all", _partial_=True)
@@ -202,9 +200,9 @@ def agreed_precision(config: TrainConfig) -> str | None:
     expected = name.value
     if asked is not None and PRECISION_ALIASES.get(asked, asked) != expected:
         row = nearest(asked, Precision.__members__)
-        change = f"Write zero/precision={row}" if row not in (None, name.name) else "Drop trainer.precision"
+        way = f"Write zero/precision={row}" if row not in (None, name.name) else "Drop trainer.precision"
         raise ConfigError(
-            f"trainer.precision: expected {expected} under zero/precision={name.name}, got {asked}. {change}."
+            f"trainer.precision: expected {expected} under zero/precision={name.name}, got {asked}. {way}."
         )
     return expected
 

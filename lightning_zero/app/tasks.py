@@ -27,7 +27,7 @@ from lightning_zero.ranks.rendezvous import versions
 from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.report import results
 from lightning_zero.report.record import Record, of_rank
-from lightning_zero.settings import ConfigError, nearest
+from lightning_zero.settings import ConfigError, change
 from lightning_zero.trainer.callbacks.monitor import batches_at_once
 from lightning_zero.trainer.strategy import ZeroStrategy
 from lightning_zero.trainer.summary import setup_of
@@ -122,11 +122,10 @@ class LastValidation(Callback):
 def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
     """Raise ConfigError if ``wanted``, the metric that a sweep optimizes, is not in ``found``, the logged metrics."""
     if wanted is not None and wanted not in found:
-        close = nearest(wanted, found)
         raise ConfigError(
             f"optimized_metric: expected a metric that validation (or the task) logs, one of "
             f"{', '.join(sorted(found)) or '(nothing was logged)'}, got {wanted!r}. "
-            f"{f'Write optimized_metric={close}' if close else 'Change optimized_metric'}."
+            f"{change('optimized_metric=', wanted, found, 'optimized_metric')}"
         )
 
 

@@ -61,8 +61,8 @@ def _standard_library() -> list[Path]:
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise ConfigError(
-            f"data.path: the interpreter has no Python sources in {root}. "
-            "Give data.path=a file, folder or glob of text."
+            f"data.path: expected Python sources, the default text, in {root}, found none. Set data.path to a file, "
+            "folder or glob of text."
         )
     return files
 

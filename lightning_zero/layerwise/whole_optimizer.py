@@ -157,10 +157,9 @@ class WholeOptimizer(Stepper):
         if self.probed.couples:
             raise ConfigError(
                 f"zero.optimizer.sharding: what {kind} does to a tensor depends on the other tensors that it steps (a "
-                "norm over all of them, say), on random numbers, or on what it notes outside of its param "
-                "groups: tensors stepped together came out otherwise than each alone. Ranks step different "
-                "tensors at stages 1 to 3. Use an optimizer that steps each tensor by itself, or choose "
-                "zero/stage=zero0."
+                "norm over all of them, say), on random numbers, or on what it notes outside of its param groups: "
+                "tensors stepped together came out otherwise than each alone. Ranks step different tensors at stages 1 "
+                "to 3. Use an optimizer that steps each tensor by itself, or choose zero/stage=zero0."
             )
         if failed is not None and self.probed.apart and not self._unprobed:
             raise ConfigError(

@@ -40,8 +40,8 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
     found = match(module, folder)
     if not found.sources:
         raise ConfigError(
-            f"zero.init_from: expected tensors of this module in {path}, got none: there it is "
-            f"{some(folder.keys)}, here {some([name for name, _ in module.named_parameters()])}. Give the folder of "
+            f"zero.init_from: expected tensors of this module in {path}, got none: the folder has {some(folder.keys)}, "
+            f"the module {some([name for name, _ in module.named_parameters()])}. Set zero.init_from to the folder of "
             "this model."
         )
     if only_meta:
@@ -50,7 +50,8 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
         return {name: source for name, source in found.sources.items() if name in lacking}
     if warn and found.missing:
         warnings.warn(
-            f"zero.init_from={path} has no {some(found.missing)}: these keep their initial values.", stacklevel=2
+            f"zero.init_from={path} has no {some(found.missing)}: these tensors keep their initial values.",
+            stacklevel=2,
         )
     if warn and found.unused:
         warnings.warn(f"zero.init_from={path} has {some(found.unused)}, which the module does not have.", stacklevel=2)
@@ -93,13 +94,14 @@ def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
         if value.shape != shape:
             raise ConfigError(
                 f"zero.init_from: expected {names[key]} of shape {tuple(shape)} in {folder.path}, got "
-                f"{tuple(value.shape)}. Give the folder of this model, or build the module with its sizes."
+                f"{tuple(value.shape)}. Set zero.init_from to the folder of this model, or build the module with these "
+                "sizes."
             )
         if key in own and _is_quantized(value, own[key]):
             raise ConfigError(
                 f"zero.init_from: expected {names[key]} as floating-point numbers of 16 bits or more in {folder.path}, "
                 f"got {str(value.dtype).removeprefix('torch.')}: values of quantized models mean nothing without "
-                "their scales. Give a folder that is not quantized."
+                "their scales. Set zero.init_from to the folder of a model that is not quantized."
             )
     return Match(sources, _missing(module, sources), [key for key in found if key not in own])
 

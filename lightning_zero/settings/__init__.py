@@ -34,12 +34,14 @@ from lightning_zero.settings.names import Stage as Stage
 from lightning_zero.settings.names import StateDtype as StateDtype
 from lightning_zero.settings.names import TensorStyle as TensorStyle
 from lightning_zero.settings.names import Uneven as Uneven
+from lightning_zero.settings.names import change as change
 from lightning_zero.settings.names import check_installed as check_installed
 from lightning_zero.settings.names import choose as choose
 from lightning_zero.settings.names import nearest as nearest
 from lightning_zero.settings.python import Signature as Signature
 from lightning_zero.settings.python import names_arguments as names_arguments
 from lightning_zero.settings.values import MIB as MIB
+from lightning_zero.settings.values import check_whole_number as check_whole_number
 from lightning_zero.settings.values import make_folder as make_folder
 from lightning_zero.settings.values import parse_bytes as parse_bytes
 from lightning_zero.settings.zero_config import ZeroConfig as ZeroConfig

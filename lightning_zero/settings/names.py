@@ -145,14 +145,15 @@ ALSO: dict[str, dict[str, str]] = {
     "precision": {row.value: row.name for row in Precision} | {"16": "fp16", "32": "fp32", "64": "fp64"},
 }
 
-# What users of other tools may write -> our name.
+# Names that users of other tools may write, and the name that this package uses.
 OTHER_NAMES = ALSO["precision"] | ALSO["stage"]
 OTHER_NAMES |= {"ddp": "zero0", "fsdp": "zero3", "strategy": "stage", "learning_rate": "lr", "null": "none"}
 OTHER_NAMES |= {"debug": "timeline", "summary": "enable_model_summary", "gpu": "none", "cuda": "none"}
 
 
 def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
-    """Return the name in ``known`` of which ``given`` is a synonym or, unless ``exact``, a misspelling; else None."""
+    """Return the name in ``known`` that ``given`` is a synonym or, unless ``exact``, a misspelling of; None if none
+    is."""
     by_case = {name.lower(): name for name in sorted(known)}
     found = [name for name in (given.lower(), OTHER_NAMES.get(given.lower())) if name in by_case]
     if not found and not exact:
@@ -160,10 +161,17 @@ def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | N
     return by_case[found[0]] if found else None
 
 
+def change(prefix: str, given: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return the last sentence of a message about the unknown name ``given``: to write ``prefix`` and the nearest name
+    in ``known``; if none is near, to change ``otherwise`` (default: ``prefix`` and ``given``)."""
+    close = nearest(given, known)
+    return f"Write {prefix}{close}." if close else f"Change {otherwise or prefix + given}."
+
+
 def check_installed(key: str, packages: Iterable[str]) -> None:
     """Raise ConfigError if one of ``packages`` is not installed. Nothing is imported."""
     found = {name: importlib.util.find_spec(name) for name in packages}
-    missing = [name for name, spec in found.items() if spec is None or spec.origin is None]  # or a folder of that name
+    missing = [name for name, spec in found.items() if spec is None or spec.origin is None]  # origin: a folder has none
     if missing:
         raise ConfigError(
             f"{key}: expected {' and '.join(missing)} to be installed. Run pip install {' '.join(missing)}."
@@ -171,13 +179,13 @@ def check_installed(key: str, packages: Iterable[str]) -> None:
 
 
 def choose(group: str, name: Any) -> Any:
-    """Return the choice ``name`` of ``zero/<group>`` as an enum member. Raises ConfigError if there is none."""
+    """Return the choice ``name`` of ``zero/<group>`` as an enum member. Raises ConfigError if there is no such
+    choice."""
     enum = ROWS[group]
     if isinstance(name, enum):
         return name
     text = ALSO.get(group, {}).get(str(name), str(name))
     if text in enum.__members__:
         return enum[text]
-    known, close = ", ".join(enum.__members__), nearest(text, enum.__members__)
-    change = f"Write zero/{group}={close}" if close else f"Change zero/{group}"
-    raise ConfigError(f"zero/{group}: expected one of {known}, got {text!r}. {change}.")
+    known, way = enum.__members__, change(f"zero/{group}=", text, enum.__members__, f"zero/{group}")
+    raise ConfigError(f"zero/{group}: expected one of {', '.join(known)}, got {text!r}. {way}")

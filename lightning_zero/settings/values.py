@@ -64,7 +64,7 @@ def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
     """Return ``value`` converted to ``kind``, and words for what was expected; no words if ``value`` is valid."""
     is_bool = isinstance(value, bool)
     if kind is Any:
-        return value, ""  # the settings check it themselves
+        return value, ""  # the dataclass checks such a value itself
     if kind is bool:
         return value, "" if is_bool else "true or false"
     if kind is int:
@@ -73,7 +73,7 @@ def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
         return value, "" if isinstance(value, Real) and not is_bool and math.isfinite(value) else "a number"
     if kind is str:
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
-        return text, "" if isinstance(text, str) else "a text"
+        return text, "" if isinstance(text, str) else "text"
     if kind in (list[str], list[int]):
         of, what = (str, "names") if kind == list[str] else (int, "whole numbers")
         items = list(value) if isinstance(value, (list, tuple)) else None
@@ -91,15 +91,22 @@ def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
     return value, "" if isinstance(value, kind) else f"a mapping of settings, or {kind.__name__}"
 
 
+def check_whole_number(key: str, value: object, least: int) -> None:
+    """Raise ConfigError, with the setting ``key``, if ``value`` is not an ``int`` that is at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{key}: expected a whole number >= {least}, got {value!r}. Change {key}.")
+
+
 def positive(key: str, value: float, *, zero_ok: bool = False) -> None:
-    """Raise ConfigError, with the setting ``key``, for a negative ``value``, and for 0 unless ``zero_ok``."""
-    if value < 0 or (value == 0 and not zero_ok):
+    """Raise ConfigError, with the setting ``key``, for a negative ``value`` or NaN, and for 0 unless ``zero_ok``."""
+    if not (value > 0 or (zero_ok and value == 0)):
         bound = ">= 0" if zero_ok else "> 0"
         raise ConfigError(f"{key}: expected a number {bound}, got {value!r}. Change {key}.")
 
 
 def make_folder(key: str, folder: str | None) -> None:
-    """Create ``folder``, the setting ``key``, unless it is None. Raise ConfigError if no file can be written there."""
+    """Create ``folder``, the value of the setting ``key``, unless it is None. Raise ConfigError if no file can be
+    written in the folder."""
     if folder is None:
         return
     try:

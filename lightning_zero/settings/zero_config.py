@@ -34,8 +34,8 @@ from lightning_zero.settings.names import (
     StateDtype,
     TensorStyle,
     Uneven,
+    change,
     choose,
-    nearest,
 )
 from lightning_zero.settings.values import MIB, NBytes, check_types, kinds_of, positive
 
@@ -126,8 +126,13 @@ class ZeroConfig:
             positive(f"zero.{key}", getattr(self, key))
         if self.fingerprint is not None:
             positive("zero.fingerprint", self.fingerprint)
-        self._check_sequence_parallel()
         self._check_splits()
+        if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
+            raise ConfigError(
+                "zero.sequence_parallel: expected 1 with zero/compile=blocks (a compiled graph would not call the "
+                f"attention that exchanges heads), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
+                "zero.sequence_parallel."
+            )
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
             raise ConfigError(
                 "zero.keep_gathered_bytes: expected 0 (parameters are always gathered below stage 3), got "
@@ -146,14 +151,6 @@ class ZeroConfig:
                 f"{self.compile.arguments}. Change zero.compile.arguments, or choose zero/stage=zero2."
             )
 
-    def _check_sequence_parallel(self) -> None:
-        if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
-            raise ConfigError(
-                "zero.sequence_parallel: expected 1 with zero/compile=blocks (a compiled graph would not call the "
-                f"attention that exchanges heads), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
-                "zero.sequence_parallel."
-            )
-
     @property
     def splits(self) -> str:
         """Return the keys, with their values, that split parameters among ranks; empty: none does."""
@@ -163,7 +160,7 @@ class ZeroConfig:
     def _check_splits(self) -> None:
         if self.tensor_plan and self.tensor_parallel == 1:
             raise ConfigError(
-                f"zero.tensor_plan has no effect with zero.tensor_parallel=1, got {self.tensor_plan}. Set "
+                f"zero.tensor_plan: expected none with zero.tensor_parallel=1, got {self.tensor_plan}. Set "
                 "zero.tensor_parallel, or drop zero.tensor_plan."
             )
         if not self.splits:
@@ -182,12 +179,12 @@ class ZeroConfig:
         ):
             if got != only:
                 raise ConfigError(
-                    f"{self.splits}: expected 1 with {key}={getattr(got, 'name', got)} ({why}). Drop one of them."
+                    f"{self.splits}: expected 1 with {key}={getattr(got, 'name', got)} ({why}). Drop one of the two."
                 )
         if self.hybrid_shard not in (HybridShard.auto, HybridShard.flat):
             raise ConfigError(
                 f"{self.splits}: expected 1 with zero.hybrid_shard={self.hybrid_shard.name} (split "
-                "parameters are divided over the ranks that have the same part). Drop one of them."
+                "parameters are divided over the ranks that have the same part). Drop one of the two."
             )
 
 
@@ -213,7 +210,7 @@ def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload
     if offload.moves_params:
         raise ConfigError(
             "zero.hybrid_shard: expected auto, flat or node with offloaded parameters (node_backward would keep a copy "
-            f"of them on the device), got node_backward with zero/offload={offload.name}. Choose "
+            f"of the parameters on the device), got node_backward with zero/offload={offload.name}. Choose "
             "zero/offload=optimizer_cpu or none, or drop zero.hybrid_shard."
         )
 
@@ -222,13 +219,13 @@ def check_rows(stage: Stage, offload: Offload) -> None:
     """Raise ConfigError if the choice of ``zero/offload`` is not possible at ``stage``."""
     if offload is not Offload.none and stage is Stage.zero0:
         raise ConfigError(
-            f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "
-            "host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
+            f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would run the whole step on "
+            "the host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
         )
     if offload.moves_params and stage is not Stage.zero3:
         raise ConfigError(
-            f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (below it every rank uses all "
-            f"of them), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="
+            f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (at lower stages every rank "
+            f"holds all parameters), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="
             f"{'optimizer_nvme' if offload is Offload.nvme else 'optimizer_cpu'}."
         )
 
@@ -246,10 +243,8 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     known = {f.name: getattr(base, f.name) for f in fields(ZeroConfig)}
     for key, value in settings.items():
         if key not in known:
-            close = nearest(key, known)
             raise ConfigError(
-                f"zero.{key}: no such setting; there are {', '.join(sorted(known))}."
-                f"{f' Did you mean {close}?' if close else ''}"
+                f"zero.{key}: no such setting; there are {', '.join(sorted(known))}. {change('zero.', key, known)}"
             )
         if value is None and is_dataclass(known[key]):
             continue
@@ -277,16 +272,16 @@ def check_decided(config: ZeroConfig) -> None:
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "
-            "ZeroStrategy decides at the start of a run. Give the stage that python -m lightning_zero.plan names, or "
-            "train with Trainer(strategy='zero_auto')."
+            "only ZeroStrategy resolves, at the start of a run. Give the stage that python -m lightning_zero.plan "
+            "names, or train with Trainer(strategy='zero_auto')."
         )
     of_trainer = {"sequence_parallel": 1, "loss": LossMean.batches, "uneven": Uneven.end, "fingerprint": None}
     for name, default in of_trainer.items():
         if (got := getattr(config, name)) != default:
             default, got = (getattr(value, "name", value) for value in (default, got))
             raise ConfigError(
-                f"zero.{name}: expected {default} with lightning_zero.shard and Fabric, which do not see a Trainer's "
-                f"steps, got {got}. Train with ZeroStrategy, or drop zero.{name}."
+                f"zero.{name}: expected {default} with lightning_zero.shard and Fabric, because only a Trainer's "
+                f"strategy sees whole steps, got {got}. Train with ZeroStrategy, or drop zero.{name}."
             )
 
 
@@ -341,7 +336,7 @@ def with_rows(
     changes = {} if stage is None else {"stage": stage}
     if stage is not None and not isinstance(stage, StageConfig) and choose("stage", stage) is Stage.auto:
         raise ConfigError(
-            "restage: expected zero0, zero1, zero2 or zero3, got stage=auto, which is decided at the start of a run. "
+            "restage: expected zero0, zero1, zero2 or zero3, got stage=auto, which is resolved only when a run starts. "
             "Pass another stage=."
         )
     if isinstance(offload, (str, Offload)):
@@ -366,19 +361,16 @@ def _convert(key: str, value: Any) -> Any:
         return value
     if not isinstance(value, Mapping):
         if key not in ROWS:
-            change = _meant(kind, key, value)
             raise ConfigError(
-                f"zero.{key}: expected a mapping of settings, or {kind.__name__}, got {value!r}. {change}."
+                f"zero.{key}: expected a mapping of settings, or {kind.__name__}, got {value!r}. "
+                f"{_meant(kind, key, value)}."
             )
         return kind(name=choose(key, value))
     allowed = set(kinds_of(kind))
     unknown = sorted(set(value) - allowed)
     if unknown:
-        close = nearest(unknown[0], allowed)
-        raise ConfigError(
-            f"zero.{key}.{unknown[0]}: no such setting; there are {', '.join(sorted(allowed))}."
-            f"{f' Did you mean {close}?' if close else ''}"
-        )
+        way = change(f"zero.{key}.", unknown[0], allowed)
+        raise ConfigError(f"zero.{key}.{unknown[0]}: no such setting; there are {', '.join(sorted(allowed))}. {way}")
     return kind(**value)
 
 

@@ -265,7 +265,7 @@ def test_sizes_that_cannot_work_are_refused() -> None:
     for sizes in ({"n_layer": 0}, {"d_model": 6, "n_head": 4}, {"dropout": -0.1}):
         with pytest.raises(ConfigError, match=f"model.{next(iter(sizes))}"):
             GPT(**sizes)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="block_size: the model takes 4 positions, the batch has 5"):
+    with pytest.raises(ConfigError, match="model.block_size: expected at least the 5 positions of a sequence"):
         GPT(n_layer=1, block_size=4)(torch.zeros(1, 5, dtype=torch.int64))
 
 

@@ -380,7 +380,7 @@ def test_module_that_its_user_has_split_keeps_its_styles() -> None:
             {"precision": "float8"},
         )
     ),
-    ({"tensor_parallel": 1, "tensor_plan": PLAN}, "zero.tensor_plan has no effect with zero.tensor_parallel=1"),
+    ({"tensor_parallel": 1, "tensor_plan": PLAN}, "zero.tensor_plan: expected none with zero.tensor_parallel=1"),
     ({"tensor_plan": {"head": "columns"}}, r"zero.tensor_plan: expected a mapping of names to one of colwise, row"),
 ], ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "")  # fmt: skip
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -93,7 +93,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         for kind in (ZeroStrategy, ZeroFabricStrategy)
     ],
     # Without the Trainer nobody follows these.
-    (shard_plain, {"stage": "auto"}, "got auto, which ZeroStrategy decides"),
+    (shard_plain, {"stage": "auto"}, "got auto, which only ZeroStrategy resolves"),
     (shard_plain, {"fingerprint": 3}, r"^fingerprint: expected None with lightning_zero\.shard and Fabric"),
     (shard_plain, {"loss": "tokens"}, r"^loss: expected batches with lightning_zero\.shard and Fabric"),
     (shard_plain, {"sequence_parallel": 2}, "ZeroStrategy"),
