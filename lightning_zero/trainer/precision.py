@@ -29,7 +29,7 @@ def to_dtype(data: Any, dtype: torch.dtype) -> Any:
 
 
 class PrecisionRow:
-    """Precision plugin of the Trainer or Fabric. Raises ConfigError if ``precision`` is none of the values below.
+    """Base class of the precision plugins. Raises ConfigError if ``precision`` is none of the values below.
 
     Args:
         precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
@@ -48,7 +48,10 @@ class PrecisionRow:
             )
         self.precision = precision
         if scaler is not None and self.row is not Precision.fp16:
-            raise ConfigError(f"a loss scaler has no effect with precision {precision!r}. Drop it, or use 16-mixed.")
+            raise ConfigError(
+                f"scaler: expected None with precision {precision!r}, which scales no losses, got a LossScaler. Drop "
+                "the scaler, or set precision to 16-mixed."
+            )
         self.scaler = scaler or (LossScaler() if self.row is Precision.fp16 else None)
         self._strategy: ReferenceType[Any] | None = None
 
@@ -58,28 +61,27 @@ class PrecisionRow:
 
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
-        """Return Lightning's ``plugin`` as ours. Raise ConfigError if its precision is not supported, or is not
-        ``asked``. But ``asked`` wins over ``32-true``: Lightning does not tell if that was given or is the default."""
+        """Return a plugin of this class with the settings of Lightning's ``plugin``. Raise ConfigError if its precision
+        is not supported, or differs from ``asked``. ``asked`` replaces ``32-true``, because Lightning does not say
+        whether the user gave that precision or it is the default."""
         if asked is not None and type(plugin).__name__ == "Precision":
             return cls(asked.value)
-        ours = plugin if isinstance(plugin, cls) else cls._like(plugin)
+        ours = plugin
+        if not isinstance(plugin, cls):
+            known = {"Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision", "FSDPPrecision"}
+            if type(plugin).__name__ not in known:
+                raise ConfigError(
+                    f"the precision plugin {type(plugin).__name__} cannot be used with a ZeRO strategy. Drop the "
+                    f"plugin, and set {cls.front}(precision=) to one of {', '.join(FLAGS)}."
+                )
+            given = getattr(plugin, "scaler", None)
+            ours = cls(str(plugin.precision), None if given is None else LossScaler.like(given))
         if asked is not None and ours.row is not asked:
             raise ConfigError(
-                f"{cls.front.lower()}.precision: expected {asked.value!r}, which the strategy's precision "
-                f"{asked.name!r} means, got {ours.precision!r}. Drop one of the two."
+                f"{cls.front.lower()}.precision: expected {asked.value!r}, because the strategy has precision "
+                f"{asked.name!r}, got {ours.precision!r}. Drop one of the two."
             )
         return ours
-
-    @classmethod
-    def _like(cls, plugin: Any) -> Self:
-        known = {"Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision", "FSDPPrecision"}
-        if type(plugin).__name__ not in known:
-            raise ConfigError(
-                f"the precision plugin {type(plugin).__name__} cannot be used with a ZeRO strategy. Drop it and set "
-                f"{cls.front}(precision=) to one of {', '.join(FLAGS)}."
-            )
-        given = getattr(plugin, "scaler", None)
-        return cls(str(plugin.precision), None if given is None else LossScaler.like(given))
 
     def attach(self, strategy: Any) -> Self:
         self._strategy = ref(strategy)
@@ -93,7 +95,7 @@ class PrecisionRow:
         strategy = self._strategy() if self._strategy is not None else None
         if strategy is None:
             raise ConfigError(
-                f"{type(self).__name__} works with a ZeRO strategy only. Use {self.front}(strategy='zero3', "
+                f"{type(self).__name__} works with a ZeRO strategy only. Call {self.front}(strategy='zero3', "
                 "precision=...)."
             )
         return strategy
@@ -192,7 +194,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
             checkpoint["MixedPrecision"] = state
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the loss scaler's state from a checkpoint that DDP's or FSDP's precision plugin has saved."""
+        """Load the loss scaler's state also from a checkpoint that DDP's or FSDP's precision plugin has saved."""
         for name in ("MixedPrecision", "FSDPPrecision"):
             self.load_state_dict(checkpoint.get(name) or {})
 

@@ -91,8 +91,8 @@ class Processes:
         """
         if start_method not in _START_METHODS:
             raise ConfigError(
-                f"start_method: expected one of {', '.join(_START_METHODS)}, got {start_method!r}. In a notebook use "
-                "'fork' (strategy='zero3_notebook'); elsewhere run a script, whose processes 'popen' starts."
+                f"start_method: expected one of {', '.join(_START_METHODS)}, got {start_method!r}. Set 'fork' in a "
+                "notebook (strategy='zero3_notebook'), and 'popen' in a script."
             )
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -116,8 +116,8 @@ class Processes:
 
     @property
     def _is_led(self) -> bool:
-        """Return whether the environment has made the process group, of another number of ranks than the Trainer was
-        told: under Ray Train, whose workers all have ``devices="auto"``."""
+        """Return whether the environment has made the process group with another number of ranks than the Trainer's
+        arguments give, as under Ray Train, whose workers all have ``devices="auto"``."""
         environment, own = self.cluster_environment, self.num_nodes * self.num_processes
         if environment is None or environment.world_size() == own or not dist.is_initialized():
             return False
@@ -162,9 +162,9 @@ class Processes:
             check_groups(self.config, self._n_ranks)
         if self.global_rank == 0 and self.num_nodes > 1 and self.num_processes % self.config.tensor_parallel:
             warnings.warn(
-                f"zero.tensor_parallel={self.config.tensor_parallel}: with {self.num_processes} rank(s) on a node some "
-                "ranks that share a batch are on several nodes, and exchange activations between these in every layer. "
-                "Choose a divisor of trainer.devices.",
+                f"zero.tensor_parallel={self.config.tensor_parallel}: with {self.num_processes} rank(s) on a node, "
+                "ranks that share a batch are on different nodes, which exchange activations in every layer. Set "
+                "zero.tensor_parallel to a divisor of trainer.devices.",
                 stacklevel=2,
             )
         check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
@@ -182,8 +182,9 @@ class Processes:
         Ended.failed = False  # all ranks survived the exception of an earlier run
         if dist.is_initialized() and (there := dist.get_world_size()) != self._n_ranks:
             raise ConfigError(
-                f"trainer.num_nodes x trainer.devices: expected {there}, as many as processes run this script already, "
-                f"got {self.num_nodes} x {self.num_processes}. Use the same numbers, or another script."
+                f"trainer.num_nodes x trainer.devices: expected {there}, the number of processes that already run this "
+                f"script, got {self.num_nodes} x {self.num_processes}. Give the same numbers to all Trainers of a "
+                "script."
             )
         super().setup_environment()  # type: ignore[misc]
         self._set_world_ranks()
@@ -200,8 +201,8 @@ class Processes:
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
 
     def _join(self) -> None:
-        """Make the default process group of all ranks. It is not bound to a device, because NCCL would then at once
-        allocate up to a gigabyte for a communicator without use. Collective."""
+        """Make the default process group of all ranks. It is not bound to a device: otherwise NCCL would at once
+        allocate up to a gigabyte for a communicator that is not used. Collective."""
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
@@ -227,8 +228,8 @@ class Processes:
             rank_zero_info(line)
 
     def _end_forked(self, *, failed: bool) -> None:
-        """Close files and process group at the end of a forked process, which runs no exit handlers. ``failed``:
-        whether it raised."""
+        """Close files and the process group at the end of a forked process, which runs no exit handlers. ``failed``:
+        whether the process raised an exception."""
         Ended.failed |= failed
         for engine in engines():
             engine.tiers.close()
@@ -266,7 +267,7 @@ class Processes:
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
     def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
-        """During the body, tell ranks that wait for this one that it is in ``what``, a collective of Lightning's."""
+        """During the body, let ranks that wait for this rank know that it is in ``what``, a collective of Lightning."""
         waits = self._waits if group is None or group is dist.group.WORLD else None
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
@@ -276,21 +277,21 @@ class Processes:
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 
     def _together(self, what: str, act: Callable[[], T]) -> T:
-        """Return ``act()``, called on each rank. It must send no messages. If it fails on any, all raise.
-        Collective."""
+        """Call ``act``, which must send no messages, on each rank, and return its result. If it raises on any rank, all
+        ranks raise. Collective."""
         waits = self._waits
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
 
 class Ended:
-    """How this process's last run ended. After an exception (``failed``) the process does not wait for other ranks: see
-    [Note: what a rank does when another dies]."""
+    """How the last run of this process ended. After an exception (``failed``) the process does not wait for other
+    ranks: see [Note: what a rank does when another dies]."""
 
     failed = False
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group on all ranks at exit: gloo else aborts at random. After an error, do nothing."""
+    """Destroy the process group on all ranks at exit; otherwise gloo aborts at random. After an error, do nothing."""
     if Ended.failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):
@@ -315,9 +316,9 @@ def check_allocation(
         told = environ["WORLD_SIZE"]
         if told not in (str(nodes), str(nodes * devices)):
             raise ConfigError(
-                f"trainer.num_nodes: expected the number of pods of the PyTorchJob, whose WORLD_SIZE is {told} (that "
-                f"number, or it times trainer.devices), got trainer.num_nodes={nodes} trainer.devices={devices}. "
-                "Change these, or the job's replicas."
+                f"trainer.num_nodes: expected the number of pods of the PyTorchJob, whose WORLD_SIZE is {told} (the "
+                f"number of pods, or of pods times trainer.devices), got trainer.num_nodes={nodes} "
+                f"trainer.devices={devices}. Change trainer.num_nodes and trainer.devices, or the job's replicas."
             )
     if isinstance(environment, LightningEnvironment) and nodes > 1:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
@@ -325,8 +326,9 @@ def check_allocation(
         if missing:
             raise ConfigError(
                 f"trainer.num_nodes: expected {', '.join(missing)} in the environment of each of {nodes} nodes, got "
-                "none. Set MASTER_ADDR to the address of node 0, MASTER_PORT to a free port there and NODE_RANK to 0 "
-                f".. {nodes - 1}, start by {flags('torchrun', nodes, devices)} or by srun, or set trainer.num_nodes=1."
+                "none. Set MASTER_ADDR to the address of node 0, MASTER_PORT to a free port of node 0, and NODE_RANK "
+                f"to 0 .. {nodes - 1}; or start the script with {flags('torchrun', nodes, devices)} or srun; or set "
+                "trainer.num_nodes=1."
             )
         node = environ.get("NODE_RANK", environ.get("GROUP_RANK", ""))
         if not node.isdigit() or int(node) >= nodes:
@@ -344,7 +346,7 @@ def check_allocation(
         if found.world_size != found.local_world_size * found.nodes:
             raise ConfigError(
                 f"{found.by}: expected equally many processes on every node, got {found.local_world_size} on this one "
-                f"and {world} on {found.nodes} nodes. Start them by {flags(found.by, nodes, devices)}."
+                f"and {world} on {found.nodes} nodes. Start the processes with {flags(found.by, nodes, devices)}."
             )
         if (found.nodes, found.local_world_size) == (nodes, devices):
             return
@@ -352,7 +354,9 @@ def check_allocation(
         return
     by = found.by if found is not None else type(environment).__name__
     split = f" ({found.local_world_size} on each of {found.nodes} nodes)" if known and found else ""
-    fix = f"trainer.num_nodes={found.nodes} trainer.devices={found.local_world_size}" if known and found else "these"
+    fix = "trainer.num_nodes and trainer.devices"
+    if known and found:
+        fix = f"trainer.num_nodes={found.nodes} trainer.devices={found.local_world_size}"
     raise ConfigError(
         f"trainer.num_nodes x trainer.devices: expected the {world} processes that {by} has started{split}, got "
         f"{nodes} x {devices} = {nodes * devices}. Set {fix}, or start {nodes * devices} processes: "
@@ -377,21 +381,22 @@ def check_srun(environ: Mapping[str, str] = os.environ) -> None:
         nodes = found.nodes or 1
         per_node = found.local_world_size or tasks
         raise ConfigError(
-            f"srun: expected --ntasks-per-node, got {tasks} tasks on {nodes} node(s) without it. Start them by "
-            f"srun --nodes={nodes} --ntasks-per-node={per_node}, and the same in the sbatch script."
+            f"srun: expected the option --ntasks-per-node, got {tasks} tasks on {nodes} node(s) without this option. "
+            f"Pass --nodes={nodes} --ntasks-per-node={per_node} to srun and in the sbatch script."
         )
 
 
 def _in_pod(environ: Mapping[str, str]) -> bool:
-    """Return whether ``RANK`` numbers nodes, as in the pods of a PyTorchJob, which start their processes themselves."""
+    """Return whether ``RANK`` is the number of a node, as in a pod of a PyTorchJob, which starts its own processes."""
     return launched(environ) is None and environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def own_environment() -> ClusterEnvironment | None:
-    """If Lightning does not detect mpirun, set torchrun's variables and return torchrun's environment. Else ``None``.
-    Lightning knows MPI through mpi4py alone, and Kubeflow's PyTorchJob through a plugin alone, for which ``NODE_RANK``
-    is set here. Else every process would take itself for the first and start more. Raises ConfigError if this process's
-    rank or the address of rank 0 is unknown."""
+    """If mpirun has started this process and Lightning does not detect it, set torchrun's variables and return
+    torchrun's environment; otherwise return ``None``. Lightning detects mpirun only if mpi4py is installed, and
+    Kubeflow's PyTorchJob only by a plugin, so for the latter this sets ``NODE_RANK``. Without the variables every
+    process would act as rank 0 and start further processes. Raises ConfigError if this process's rank or the address of
+    rank 0 is unknown."""
     place = launched()
     if _in_pod(os.environ):
         os.environ.setdefault("NODE_RANK", os.environ["RANK"])
@@ -401,12 +406,12 @@ def own_environment() -> ClusterEnvironment | None:
     if place.rank is None or place.local_rank is None or place.local_world_size is None:
         raise ConfigError(
             "mpirun: expected the local rank of each process in OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID or "
-            "MV2_COMM_WORLD_LOCAL_RANK, got none. Start the processes by torchrun, or install mpi4py."
+            "MV2_COMM_WORLD_LOCAL_RANK, got none. Start the processes with torchrun, or install mpi4py."
         )
     if "MASTER_ADDR" not in os.environ and place.world_size != place.local_world_size:
         raise ConfigError(
             "MASTER_ADDR: expected the address of the node of rank 0 (mpirun has started processes on several nodes), "
-            "got none. Give mpirun -x MASTER_ADDR=<name> -x MASTER_PORT=<port> (MPICH, Intel MPI: -genv)."
+            "got none. Pass -x MASTER_ADDR=<name> -x MASTER_PORT=<port> to mpirun (MPICH, Intel MPI: -genv)."
         )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))

@@ -1,4 +1,4 @@
-"""What the parts of a Trainer's run ask of its strategy."""
+"""The base class of the Trainer's strategy, with what the other parts of a run use."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
         """Return the engine of the connected LightningModule; raise RuntimeError if the module is not sharded yet."""
         if (engine := self._engine_that_waits) is None:
             raise RuntimeError(
-                "the LightningModule is not sharded yet: that happens after the setup() and configure_model() hooks. "
-                "Use this from on_fit_start on."
+                "strategy.engine: expected a sharded LightningModule, got one that is not sharded yet. The strategy "
+                "shards the module after the setup() and configure_model() hooks: use the engine in on_fit_start or "
+                "later."
             )
         return engine
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether there are several ranks. Without this Lightning would give every rank the same data."""
+        """Return whether there are several ranks. If this were False, Lightning would give all ranks the same data."""
         return self._n_ranks > 1
 
     @property

@@ -99,7 +99,7 @@ def test_a_wrong_allocation_says_expected_found_and_what_to_change(
 
 
 def test_srun_without_tasks_per_node() -> None:
-    with pytest.raises(ConfigError, match="srun --nodes=2 --ntasks-per-node=2"):
+    with pytest.raises(ConfigError, match="--nodes=2 --ntasks-per-node=2 to srun"):
         processes.check_srun({k: v for k, v in SRUN.items() if k != "SLURM_NTASKS_PER_NODE"})
     processes.check_srun(SRUN)
     processes.check_srun({})
