@@ -51,10 +51,11 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
             super().backward(tensor, model, *args, **kwargs)
 
     def _forget_left_out(self, engines: Sequence[Engine]) -> None:
-        """Forget, before a backward, what was found for steps that were left out. Collective.
+        """Before a backward, forget whether gradients of steps that were left out had overflowed. Collective.
 
-        What was finite tells nothing of the gradients to come. After an overflow the next step is to be skipped if
-        gradients are added to these; if users have cleared them, the scale is lowered as after a skipped step.
+        If old gradients were finite, this says nothing about the gradients of the next backward. If they had
+        overflowed and this backward adds to them, the next step must be skipped. If users have cleared them, the scale
+        is lowered as after a skipped step.
         """
         assert self.scaler is not None
         self.overflowed = {optimizer: True for optimizer, overflowed in self.overflowed.items() if overflowed}
@@ -84,8 +85,8 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
             return super().optimizer_step(optimizer, **kwargs)
         if "closure" in kwargs:  # as torch.amp.GradScaler
             raise RuntimeError(
-                "optimizer.step(closure) does not go with loss scaling (precision='16-mixed'). Call fabric.backward, "
-                "then optimizer.step(), or use precision='bf16-mixed'."
+                "optimizer.step(closure): expected no closure with loss scaling (precision='16-mixed'). Call "
+                "fabric.backward, then optimizer.step(), or set precision='bf16-mixed'."
             )
         self.unscale_gradients(optimizer)
         overflowed = self.overflowed.pop(optimizer)

@@ -75,7 +75,7 @@ class ZeroModule(nn.Module):
         """Return the module's engine. Raise RuntimeError if the module was released."""
         engine = engine_of(self.module)
         if engine is None:
-            raise RuntimeError("this module is not sharded any more (engine.release()). Call fabric.setup again.")
+            raise RuntimeError("expected a sharded module, got one after engine.release(). Call fabric.setup again.")
         return engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,13 +225,13 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
                 self.engine_of_optimizer(optimizer)  # raises: the gradients would keep the loss scale
             self._unsharded.append(weakref.ref(optimizer))
             rank_zero_warn(
-                f"fabric.setup_optimizers: {type(optimizer).__name__} has parameters of no module that was set up. "
-                "Each rank keeps them whole and steps them by its own gradients, as under DDP."
+                f"fabric.setup_optimizers: {type(optimizer).__name__} has no parameters of a module that was set up. "
+                "Each rank keeps its parameters whole, and steps them with its own gradients."
             )
         return optimizer
 
     def steps_shards(self, optimizer: Any) -> bool:
-        """Whether this is an optimizer of parameters that are sharded."""
+        """Return whether ``optimizer`` is an optimizer of sharded parameters."""
         return isinstance(optimizer, Optimizer) and any(
             engine.units.owns(param)
             for group in optimizer.param_groups
@@ -246,8 +246,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
         if len(found) != 1:
             raise ConfigError(
                 f"fabric.setup: expected {type(optimizer).__name__} with parameters of one module that was set up, got "
-                f"those of {len(found)}. Set the module up first (fabric.setup(model, optimizer), or setup_module), "
-                "and put modules that one optimizer steps into one module."
+                f"parameters of {len(found)} such modules. Set the module up first (fabric.setup(model, optimizer), or "
+                "setup_module), and put modules that one optimizer steps into one module."
             )
         return found.pop()
 
@@ -443,8 +443,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
         missing = [key for key in state if key not in checkpoint]
         if strict and missing:
             raise KeyError(
-                f"fabric.load: {path}: expected {missing[0]!r} in the checkpoint, got none. Leave it out of the state, "
-                "or pass strict=False."
+                f"fabric.load: expected {missing[0]!r} in the checkpoint {path}, got none. Remove {missing[0]!r} from "
+                "the state, or pass strict=False."
             )
         found = {key: checkpoint.pop(key) for key in list(state) if key in checkpoint}
         self._load_into(state, found, path, strict)
@@ -486,7 +486,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
 
 
 class DDPZeroFabricStrategy(ZeroFabricStrategy):
-    """The strategy of ``Fabric(strategy="ddp_zero3")``, which ``isinstance(strategy, DDPStrategy)`` is true of."""
+    """The strategy of ``Fabric(strategy="ddp_zero3")``: an instance of DDPStrategy for packages that check the
+    class."""
 
 
 fabric.strategies.DDPStrategy.register(DDPZeroFabricStrategy)
@@ -510,18 +511,18 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
     check_decided(config)
     if config.splits:
         raise ConfigError(
-            f"{config.splits}: expected 1 with Fabric, whose optimizers are made before a module is split. Train with "
-            "ZeroStrategy, or shard the module by lightning_zero.shard."
+            f"{config.splits}: expected 1 with Fabric, where optimizers are made before a module is split. Train with "
+            "ZeroStrategy, or shard the module with lightning_zero.shard."
         )
     if config.checkpoint.background:
         raise ConfigError(
-            "zero.checkpoint.background: expected false with Fabric, whose save returns when a checkpoint is written, "
-            "got true. Drop zero.checkpoint.background."
+            "zero.checkpoint.background: expected false with Fabric, because fabric.save returns only after a "
+            "checkpoint is written, got true. Drop zero.checkpoint.background."
         )
     if config.gather_after_fit is True:
         raise ConfigError(
-            "zero.gather_after_fit: expected null or false with Fabric, where a strategy does not know when a run "
-            "ends, got true. Drop zero.gather_after_fit, and read values inside `with lightning_zero.gather(model):`."
+            "zero.gather_after_fit: expected null or false with Fabric, where a strategy cannot tell when a run ends, "
+            "got true. Drop zero.gather_after_fit, and read values inside `with lightning_zero.gather(model):`."
         )
 
 

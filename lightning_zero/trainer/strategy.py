@@ -106,7 +106,9 @@ class ZeroStrategy(Run):
         strategies.add(self)
         self._asked_precision = self.config.precision.name
         self._module: pl.LightningModule | None = None
-        self._given_offload = self.config.offload  # has the settings of rows that restage() may choose later
+        self._given_offload = (
+            self.config.offload
+        )  # has settings, such as budgets, of offloads that restage() may choose
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -174,25 +176,24 @@ class ZeroStrategy(Run):
             Exception: moving values failed. Every later use of the engine raises.
         """
 
-        def rows() -> ZeroConfig:
+        def wanted() -> ZeroConfig:
             if self._checkpoints.range_save is not None:
                 raise ConfigError(
-                    "restage: expected to be called between steps, got a call inside of trainer.save_checkpoint(). "
-                    "Call it before or after it."
+                    "restage: expected a call between steps, got a call inside of trainer.save_checkpoint(). Call "
+                    "restage before or after save_checkpoint."
                 )
             return with_rows(self.config, stage, offload, settings=self._given_offload)
 
-        config = self._together("restage: its stage and offload", rows)
-        self._move_to(config)
+        config = self._together("restage: its stage and offload", wanted)
+        module, engine = self.lightning_module, self._engine_that_waits
+        if module is not None and engine is not None:
+            self._move(engine, module, config)
         self.config = config
         if offload is not None and not isinstance(offload, str):
             self._given_offload = config.offload
 
-    def _move_to(self, config: ZeroConfig) -> None:
-        """Restage the engine to ``config`` if the module is already sharded. Collective."""
-        module, engine = self.lightning_module, self._engine_that_waits
-        if module is None or engine is None:
-            return
+    def _move(self, engine: Engine, module: pl.LightningModule, config: ZeroConfig) -> None:
+        """Restage ``engine`` to the stage and offload of ``config``. Collective."""
         trainer = module._trainer
         self._checkpoints.wait_for_writes()
         if (module._current_fx_name or "").startswith(_BETWEEN_STEPS):
@@ -221,8 +222,8 @@ class ZeroStrategy(Run):
         self._module = module
 
     def _check_before_start(self, model: pl.LightningModule) -> None:
-        """Raise ConfigError before processes start if there is no C++ compiler to compile ``model``, or if this host
-        cannot hold the whole model after the fit."""
+        """Raise ConfigError, before processes start, if there is no C++ compiler to compile ``model``, or if this host
+        lacks memory for the whole model after the fit."""
         refuse_scripted(model)
         if needs_compiler(model):
             find_compiler("torch.compile", "compile with another backend")
@@ -236,7 +237,7 @@ class ZeroStrategy(Run):
         self._left = False
         self._checkpoints.begin_run()
         super().setup_environment()
-        if self.world_size == 1:  # Lightning takes sync_dist=True away from a lone rank's log, and then asks for it
+        if self.world_size == 1:  # on one rank Lightning drops sync_dist=True of a log call, then warns that it lacks
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True", UserWarning)
         reset_seed()
         if self.lightning_module is not None:
@@ -269,7 +270,7 @@ class ZeroStrategy(Run):
                 for param, values in reshaped.items():
                     param.data = values
         if self.lightning_module is not None:
-            split_module(self.lightning_module, self.config, self.root_device)  # first, as its parts are planned
+            split_module(self.lightning_module, self.config, self.root_device)  # first, because a plan counts the parts
             self._auto.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = was_sharded  # from an earlier run, whatever its settings
         if fitting and self._layer_sync:
@@ -312,7 +313,7 @@ class ZeroStrategy(Run):
         if engine is not None:
             same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos}
             if not same_params or engine.config != wanted or engine.comm.device != self.root_device:
-                self._reset_optimizers_and_schedulers()  # state is kept of those only that code of the user's holds
+                self._reset_optimizers_and_schedulers()  # an optimizer that the user's code holds keeps its state
                 engine.release()
                 engine = None
         if engine is None:
@@ -461,7 +462,9 @@ class ZeroStrategy(Run):
             engine.passes.between.end_run()
             self._checkpoints.loaders.fit_ends(module._trainer)
             self._show_held(engine, module)
-            self._show_whole(engine)
+            if not self._left:
+                alone = engine.comm.world_size == 1 and engine.passes.after_step.failed is None
+                (whole_params.show_whole if alone or not Ended.failed else whole_params.show_again)(engine)
         self._interruptions = None
         if self._random_numbers is not None:
             self._random_numbers.stop()
@@ -472,21 +475,13 @@ class ZeroStrategy(Run):
         self._checkpoints.end()
 
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
+        """After training, print the bytes that rank 0 holds beside the planned bytes."""
         trained, self._trained = self._trained, False
         if trained and self._shows_tables:
             found = self.run_plan.activations
             activations = found() if callable(found) else found
             self.run_plan.held = held_rows(engine, module.trainer.accumulate_grad_batches, activations)
             print_held(self.run_plan.held)
-
-    def _show_whole(self, engine: Engine) -> None:
-        if self._left:
-            return
-        alone = engine.comm.world_size == 1 and engine.passes.after_step.failed is None
-        if alone or not Ended.failed:
-            whole_params.show_whole(engine)
-        else:
-            whole_params.show_again(engine)
 
     def on_exception(self, exception: BaseException) -> None:
         """Mark the run as failed, without collectives: other ranks may be gone."""
@@ -509,8 +504,8 @@ pl.strategies.SingleDeviceStrategy.register(ZeroStrategy)
 
 
 class DDPZeroStrategy(ZeroStrategy):
-    """The strategy of ``Trainer(strategy="ddp_zero3")``, for packages that check ``isinstance(strategy, DDPStrategy)``:
-    the check succeeds. Lightning makes the same check, so a run on one device counts as distributed, as under DDP."""
+    """The strategy of ``Trainer(strategy="ddp_zero3")``: an instance of DDPStrategy for packages that check the class.
+    Lightning checks the class too, so a run on one device counts as distributed, as under DDP."""
 
 
 pl.strategies.DDPStrategy.register(DDPZeroStrategy)
