@@ -128,10 +128,10 @@ def test_a_damaged_object_and_other_things_are_named(tmp_path: Path, capsys: pyt
     file.write_bytes(data)
     assert verify.main([path]) == 1 and "damaged" in capsys.readouterr().out
     file.write_bytes(data[:100])
-    with pytest.raises(ValueError, match=f"store://.*{file.name.rpartition('__')[2]}: this file of it has 100 bytes"):
+    with pytest.raises(ValueError, match=f"store://.*{file.name.rpartition('__')[2]}: this file has 100 bytes"):
         ShardedFolder(path)
     (tmp_path / "b" / "a.ckpt%2Fnotes.txt").write_text("mine")
-    with pytest.raises(IsADirectoryError, match=r"other things in it \(notes.txt\)"):
+    with pytest.raises(IsADirectoryError, match=r"other files \(notes.txt\)"):
         save(path, 2.0)
 
 

@@ -144,7 +144,7 @@ def held(strategy: ZeroStrategy) -> list[int]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("why", ["there is no host memory for a copy", "what is saved is in files"])
+@pytest.mark.parametrize("why", ["there is not enough host memory for a copy", "the values to save are in files"])
 def test_training_waits_for_a_save_that_finds_no_memory_for_a_copy(why: str, tmp_path: Path) -> None:
     """On all ranks, whoever lacks the memory."""
     in_files = "files" in why
@@ -165,7 +165,10 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_into_its_memory(tmp_path: Pa
     room = int(8 * sum(p.numel() for p in module.parameters()) * 0.75)  # for any rank's masters and momentum
     saves = Saves(tmp_path, lambda _: saved.append((tmp_path / "behind.ckpt").exists()))
     of = trainer(behind(tmp_path), tmp_path, max_epochs=1, callbacks=[saves])
-    with mock.patch.object(saving, "available_host_memory", lambda: room), warns("because there is no host memory"):
+    with (
+        mock.patch.object(saving, "available_host_memory", lambda: room),
+        warns("because there is not enough host memory"),
+    ):
         of.fit(module, loader())
     assert saved == [True]
 

@@ -136,14 +136,14 @@ def _objects(target: RemotePath) -> Iterator[RemotePath]:
         if target.is_file():  # a checkpoint that was one file
             target.unlink()
     except Exception as error:  # the new checkpoint is there
-        warnings.warn(f"{target}: what was there before could not be removed: {error}", stacklevel=2)
+        warnings.warn(f"{target}: the earlier checkpoint of this name could not be removed: {error}", stacklevel=2)
 
 
 def _check(rest_of: Place, rank: int) -> None:
     if not rest_of.is_file():
         raise ConfigError(
             f"zero/checkpoint=sharded: expected a folder that all ranks see, got {rest_of.parent.parent}, where rank "
-            f"{rank} does not see what rank 0 has made. Save to a file system that all nodes share, or "
+            f"{rank} does not see the folder that rank 0 has made. Save to a file system that all nodes share, or "
             "choose zero/checkpoint=full."
         )
 
@@ -157,9 +157,9 @@ def _needs(behind: Behind, items: Sequence[Item]) -> _Needs:
 def _why_not(ranks: Sequence[_Needs]) -> str:
     """Return why a save of all ``ranks`` cannot run in the background; empty if it can."""
     if any(in_files for *_, in_files in ranks):
-        return "what is saved is in files"
+        return "the values to save are in files"
     lack = any(sum(n for at, n, *_ in ranks if at == host) > free for host, new, free, _ in ranks if new)
-    return "there is no host memory for a copy of what is saved" if lack else ""
+    return "there is not enough host memory for a copy of the values" if lack else ""
 
 
 def _end(stack: contextlib.ExitStack, rest_of: Place, target: Place, found: Sequence[list[Entry]] | None) -> None:
