@@ -1,6 +1,6 @@
 """Write fingerprints (checksums) of weights and optimizer state into ``fingerprints.csv``, for ``zero.fingerprint``.
 
-They tell whether two runs, or two replicas of one run, hold the same values to the bit.
+Equal fingerprints show that two runs, or two replicas in one run, hold the same bits.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Fingerprints:
                     lines.writerow([step, title, *(f"{number & 0xFFFFFFFFFFFFFFFF:016x}" for number in row)])
         if wrong := [title for title, flag in zip(titles, differ.tolist(), strict=True) if flag]:
             raise RuntimeError(
-                f"zero.fingerprint: before step {step} ranks held different parameters of {', '.join(wrong[:3])}, of "
-                "which each holds a replica. A rank has computed or stored wrong numbers: test its GPU and memory, and "
-                "code that writes to parameters on some ranks only. Resume from an earlier checkpoint."
+                f"zero.fingerprint: expected equal replicas of {', '.join(wrong[:3])} on all ranks, got different ones "
+                f"before step {step}. A rank has computed or stored wrong numbers, or code wrote to parameters on some "
+                "ranks only: test GPUs and memory, and check this code. Resume from an earlier checkpoint."
             )

@@ -77,12 +77,12 @@ def adapt_run(trainer: Any) -> None:
 
 
 def compare_callbacks(trainer: Any) -> None:
-    """Raise ConfigError on all ranks if some rank has a callback whose messages others do not send. Collective."""
+    """Raise ConfigError on all ranks if ranks have different callbacks among those that send messages. Collective."""
     own = [kind.__name__ for kind in COLLECTIVE for callback in trainer.callbacks if isinstance(callback, kind)]
     found = trainer.strategy._gather_objects(", ".join(own) or "none", "the callbacks of the Trainer")
     for rank, names in enumerate(found):
         if names != found[0]:
             raise ConfigError(
-                f"callbacks: expected on each rank those that take all ranks, got {found[0]} on rank 0 and {names} on "
-                f"rank {rank}. Give all ranks the same, also from configure_callbacks."
+                f"callbacks: expected the same collective callbacks on all ranks, got {found[0]} on rank 0 and {names} "
+                f"on rank {rank}. Give all ranks the same callbacks, also in configure_callbacks."
             )

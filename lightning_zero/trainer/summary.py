@@ -69,7 +69,7 @@ def large_unit(engine: Engine) -> str | None:
         {type(m).__name__ for m in module.modules() if m is not module and any(True for _ in m.parameters())}
     )
     classes = ", ".join(inner[:6]) + (", ..." if len(inner) > 6 else "")
-    way = f"zero.unit.classes divides it: it has {classes}" if inner else "it holds no modules that could be units"
+    way = f"set zero.unit.classes to classes inside it: {classes}" if inner else "it has no modules that could be units"
     return f"{100 * sizes[largest] // total} % of the parameters are gathered at once, as {largest.title}; {way}"
 
 

@@ -21,15 +21,15 @@ from lightning_zero.lightning_api import PrefetchDataFetcher, sized_len
 from lightning_zero.settings import ConfigError, Uneven
 from lightning_zero.trainer.adapted import adapt
 
-LAST = 2**31  # stands for a loader behind all others
+LAST = 2**31  # number of a loader after all others: this rank has no more batches
 
 
 class EndsTogether(PrefetchDataFetcher):
     """Fetches batches for training. Ranks agree after each fetch if not all know their numbers of batches."""
 
     strategy: Any
-    most: int | None = None  # of batches in an epoch
-    limit: float = math.inf  # of batches, of a loader that has maybe less
+    most: int | None = None  # number of batches in an epoch
+    limit: float = math.inf  # largest number of batches, from a loader that may have less
     ahead = said = over = False
     leaves = False  # the epoch leaves batches on some rank
     states: Sequence[Any] = ()  # of loaders, before the batch that was fetched ahead
@@ -43,7 +43,7 @@ class EndsTogether(PrefetchDataFetcher):
             self.look_ahead()
 
     def look_ahead(self) -> None:
-        """From now on fetch each batch before it is asked for, to know which is the last."""
+        """From now on fetch each batch one call earlier, to know which batch is the last."""
         self.ahead = True
         if self.length is not None:
             self.limit, self.length = self.length, None
@@ -150,7 +150,7 @@ def _check_join(module: Any, fetcher: Any) -> None:
     ):
         if found:
             raise ConfigError(
-                f"zero.uneven: expected end with {what} (repeated batches would count in {why}), got join. Choose "
+                f"zero.uneven: expected end with {what} (repeated batches would change {why}), got join. Set "
                 "zero.uneven=end."
             )
 
@@ -206,7 +206,7 @@ def end_together(loop: Any) -> None:
 
 
 def states_to_save(loop: Any) -> Sequence[Any] | None:
-    """Return the states of this rank's loaders for a save; None: those that the loaders have now."""
+    """Return the states of this rank's loaders for a save; None: save the present states of the loaders."""
     if not isinstance(fetcher := loop._data_fetcher, EndsTogether):
         return None
     progress = loop.epoch_loop.batch_progress

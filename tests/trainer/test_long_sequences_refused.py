@@ -267,7 +267,7 @@ class Teacher(Own):
 @on_ranks(2)
 def test_writes_that_a_tried_step_would_leave_are_refused(tmp_path: Path) -> None:
     for stage in (0, 2, 3):
-        with refused("training_step leaves parameters to optimizers, got a write to teacher.weight"):
+        with refused("training_step not to change parameters, got a write to teacher.weight"):
             fit_pairs(seeded(partial(Teacher, "step")), tmp_path, stage)
         assert len(fit_pairs(seeded(partial(Teacher, "end")), tmp_path, stage).losses) == STEPS
 

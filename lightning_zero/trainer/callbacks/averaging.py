@@ -56,8 +56,8 @@ class _Tensors(nn.Module):
         if name.isdigit() or "/" in name or name in self._buffers or name.startswith("_"):
             return super().__getattr__(name)
         raise AttributeError(
-            f"_average_model.module.{name}: with a ZeRO strategy a rank has its shards of the averages, in no modules. "
-            f"Use {name} of the LightningModule, which holds the averages during validation and after the fit."
+            f"_average_model.module.{name}: with a ZeRO strategy each rank holds shards of the averages, without "
+            f"modules. Use {name} of the LightningModule, which has the averages during validation and after the fit."
         )
 
 
@@ -248,7 +248,7 @@ class NoAverageYet:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"_average_model.{name}: with a ZeRO strategy the averages are made after setup(), when the module is "
-            "sharded. What needs them belongs into on_fit_start()."
+            "sharded. Use them in on_fit_start() or later."
         )
 
 
@@ -298,8 +298,8 @@ class AveragesShards(WeightAveraging):
             return None
         if engine_of(average.engine.module) is not average.engine:
             raise RuntimeError(
-                f"the averages of {type(self).__name__} belong to a run with another strategy or other settings. Give "
-                "each Trainer a callback of its own."
+                f"{type(self).__name__}: expected a new callback, got one with averages of a run with another strategy "
+                "or other settings. Create a callback for each Trainer."
             )
         return average
 

@@ -39,7 +39,8 @@ class PrunesShards(ModelPruning):
         strategy: Any = trainer.strategy
         if splits := strategy.config.splits:
             raise ConfigError(
-                f"ModelPruning: expected parameters that a rank has whole, got {splits}. Drop the callback or this key."
+                f"ModelPruning: expected parameters that each rank holds whole, got {splits}. Drop the callback, or "
+                "this setting."
             )
         with _with_values(engine_of(pl_module)):
             super().setup(trainer, pl_module, stage)

@@ -161,8 +161,8 @@ def measure(
     except Exception as error:
         text = str(error).strip().splitlines()
         raise NotMeasured(
-            f"activations cannot be measured: training_step of {type(module).__qualname__} fails on tensors that have "
-            f"no values: {type(error).__name__}: {text[0] if text else ''}"
+            f"activations cannot be measured: training_step of {type(module).__qualname__} fails on tensors without "
+            f"values: {type(error).__name__}: {text[0] if text else ''}"
         ) from error
 
 

@@ -108,7 +108,7 @@ class Auto:
                 if not candidates:
                     raise ConfigError(
                         "zero/stage=auto: expected a stage that allows zero/offload="
-                        f"{asked.offload.name.name} and a folder for files where it needs one, got none. Choose "
+                        f"{asked.offload.name.name}, and a folder if this offload writes files, got none. Choose "
                         "zero/offload=auto, or set zero.offload.nvme_path."
                     )
                 choice = choose_row(model, there, candidates, CPU_RATES if there.shared else GPU_RATES)
@@ -177,13 +177,13 @@ def model_of(
         found, why_not = activations_of(strategy.precision_plugin, trainer, module, layout)
     assumed = []
     if why_not:
-        assumed.append(f"activations are not in the plan, half of the memory is left for them: {why_not}")
+        assumed.append(f"activations are not in the plan, and half of the memory is left for them, because {why_not}")
     states: int | TensorStates | None = strategy.run_plan.optimizer_states
     why = ""
     if states is None:
         states, why = states_of(module, trainer, units, config) if fitting else (ADAM_STATES, "")
     if why:
-        assumed.append(f"{states} tensors of optimizer state for each parameter are assumed, as Adam has: {why}")
+        assumed.append(f"{states} tensors of optimizer state for each parameter are assumed, as for Adam: {why}")
     return planned_model(units, config, trainer.accumulate_grad_batches, states, found), assumed
 
 
@@ -246,8 +246,8 @@ def batch_from(loaders: Any) -> Any:
 def check_host_room(strategy: Run, module: nn.Module, config: ZeroConfig) -> None:
     """Raise ConfigError on all ranks if a host lacks memory for its ranks' shards of a module on meta. Collective.
 
-    Gradients, optimizer state and activations are left out, as it is not known here which parameters get them. A
-    budget that the user gives is believed.
+    Gradients, optimizer state and activations are left out, because it is not known yet which parameters get them. If
+    the user has set ``host_budget``, nothing is checked.
     """
     if accelerator_of(strategy.root_device).has_streams or config.offload.host_budget is not None:
         return
@@ -263,11 +263,11 @@ def check_host_room(strategy: Run, module: nn.Module, config: ZeroConfig) -> Non
         want, free = sum(rank[1] for rank in ranks), min(rank[2] for rank in ranks)
         if want > free:
             raise ConfigError(
-                f"zero.offload: expected room for the parameters of {len(ranks)} rank(s) on host {ranks[0][0]}, "
-                f"{want:,} bytes, got {free:,} bytes that are available (in its cgroup, or on the machine), "
-                "because without GPUs a device's memory is the host's. Use GPUs or more hosts, zero/offload=nvme, "
-                "zero/precision=bf16_true, or a smaller model (python -m lightning_zero.plan shows all of them); where "
-                "memory grows as it is used, zero/offload=cpu with zero.offload.host_budget, which is believed."
+                f"zero.offload: expected {want:,} bytes of memory for the parameters of {len(ranks)} rank(s) on host "
+                f"{ranks[0][0]}, got {free:,} available bytes (of its cgroup, or of the machine). Without GPUs "
+                "parameters are in host memory. Use GPUs, more hosts, zero/offload=nvme, zero/precision=bf16_true or a "
+                "smaller model (python -m lightning_zero.plan shows what each stage needs). On a machine whose memory "
+                "grows with use, choose zero/offload=cpu and set zero.offload.host_budget, which is not checked."
             )
 
 

@@ -142,7 +142,7 @@ def states_of(
     except UnknownStateError as error:
         return ADAM_STATES, str(error)
     except Exception as error:  # of users' code; training will raise it again
-        return ADAM_STATES, f"configure_optimizers cannot be asked before: {type(error).__name__}: {error}"
+        return ADAM_STATES, f"configure_optimizers fails on tensors without values: {type(error).__name__}: {error}"
     return found, ""
 
 

@@ -121,7 +121,7 @@ class BackgroundSaves:
                 return ""
             gone = waits.silent()
             if any(rank in gone for rank in missing) or quiet_s > waits.stall_timeout_s:
-                return f"rank(s) {list(missing)} have ended, or do not answer, before they had written their part"
+                return f"rank(s) {list(missing)} ended, or stopped answering, before they had written their parts"
             return ""
 
         parts = mail.collect(give_up)

@@ -453,8 +453,8 @@ class LoaderStates:
         found = state.pop(_RANKS, None)
         if found is not None and len(found) != strategy.world_size:
             rank_zero_warn(
-                f"{path} has different states of loaders for {len(found)} ranks: all {strategy.world_size} ranks use the "
-                "states of rank 0, so samples of this epoch may be repeated or left out."
+                f"{path} has different states of loaders for {len(found)} ranks: all {strategy.world_size} ranks use "
+                "the states of rank 0, so samples of this epoch may be repeated or left out."
             )
         elif found is not None:
             state[_LIGHTNINGS] = found[strategy.global_rank]

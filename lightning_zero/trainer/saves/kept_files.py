@@ -120,7 +120,7 @@ class NoteJob(Callback):
             removed = [name for folder in paths if folder.is_dir() for name in remove_leftovers(folder)]
             removed += self._remove_unknown(trainer)
             if removed:
-                print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
+                print(f"removed files that an earlier start of {job_name()} left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
         """Return each callback's ``last.ckpt`` of this job, by callback key. Else Lightning writes ``last-v1.ckpt``."""
@@ -163,7 +163,7 @@ class NoteJob(Callback):
 
 
 def _noted_in(trainer: pl.Trainer) -> str | None:
-    """Return the run folder in which NoteJob notes this job's files; None without that callback or outside of a job."""
+    """Return the run folder in which NoteJob notes this job's files; None if there is no such callback or no job."""
     folders = [c._run_dir for c in trainer.callbacks if isinstance(c, NoteJob)]  # type: ignore[attr-defined]
     return folders[0] if folders and job_name() is not None else None
 
