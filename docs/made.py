@@ -24,8 +24,7 @@ sys.path.insert(0, str(ROOT))  # for `mkdocs`, which does not look into the curr
 
 import lightning_zero  # noqa: E402
 from lightning_zero.settings import MIB, ZeroConfig  # noqa: E402
-from lightning_zero.settings.names import ALSO, ROWS  # noqa: E402
-from lightning_zero.settings.values import CONF, NBytes, kinds_of  # noqa: E402
+from lightning_zero.settings.names import ALSO, CONF, ROWS, NBytes, kinds_of  # noqa: E402  # noqa: E402
 
 BEGIN, END = "<!-- settings -->", "<!-- end -->"  # around what the site replaces with the table of settings
 # Pages of the site that are kept outside of docs/, by their name there.

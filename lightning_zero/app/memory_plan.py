@@ -39,7 +39,7 @@ from lightning_zero.settings import (
     change,
     make_config,
 )
-from lightning_zero.settings.values import kinds_of, positive
+from lightning_zero.settings.names import kinds_of, positive
 from lightning_zero.trainer.memory.activations import quiet
 from lightning_zero.trainer.memory.auto_row import batch_from
 from lightning_zero.trainer.memory.fake_module import meta_copy, states_of

@@ -27,7 +27,7 @@ from lightning_zero.planning.fit import Advice, Row
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
 from lightning_zero.settings import ZeroConfig
-from lightning_zero.settings.values import positive
+from lightning_zero.settings.names import positive
 
 if TYPE_CHECKING:
     from lightning_zero.app.memory_plan import MemoryPlan

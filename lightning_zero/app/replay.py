@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from omegaconf import OmegaConf
 
 from lightning_zero.app.sweep import quoted
-from lightning_zero.trainer.fingerprints import COLUMNS, FILE
+from lightning_zero.trainer.steps import COLUMNS, FILE
 
 Fingerprints = Mapping[int, Mapping[str, tuple[str, ...]]]  # by step and unit
 

@@ -15,7 +15,7 @@ from lightning_zero.app.slurm import ClusterConfig
 from lightning_zero.planning.speed import Rates
 from lightning_zero.ranks.resume import job_name
 from lightning_zero.settings import ConfigError, ZeroConfig, change, parse_bytes
-from lightning_zero.settings.values import positive
+from lightning_zero.settings.names import positive
 
 TRAIN_SCHEMA = "lightning_zero_train"
 PLAN_SCHEMA = "lightning_zero_plan"

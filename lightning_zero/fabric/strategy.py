@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.torch_modes import outside_graphs
+from lightning_zero.engine.units.describe import AUTOCAST_DTYPES
 from lightning_zero.engine.whole import state_dicts
 from lightning_zero.engine.whole.state_dicts import (
     check_optimizer,
@@ -32,7 +33,6 @@ from lightning_zero.engine.whole.state_dicts import (
     sharded_optimizer_state,
     sharded_state_dict,
 )
-from lightning_zero.fabric.precision import FabricPrecision
 from lightning_zero.lightning_api import (
     Accelerator,
     CheckpointIO,
@@ -54,12 +54,90 @@ from lightning_zero.settings import (
 )
 from lightning_zero.sharding import shard
 from lightning_zero.trainer.launchers import Forking
+from lightning_zero.trainer.precision import PrecisionRow, to_dtype
 from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpoint_fits import check_model
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
 from lightning_zero.trainer.saves.range_saves import RangeSave
 from lightning_zero.trainer.settings import settings_of, strategies, with_precision
 from lightning_zero.trainer.summary import print_units
+
+
+class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
+    """Precision plugin of :class:`~lightning_zero.ZeroFabricStrategy`, with the arguments of :class:`PrecisionRow`."""
+
+    front: ClassVar = "Fabric"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.overflowed: dict[Optimizer, bool] = {}  # whether gradients overflowed; until the optimizer steps
+
+    def convert_input(self, data: Any) -> Any:
+        """Convert floating-point inputs to the precision's dtype, also under autocast, as Fabric does."""
+        dtype = AUTOCAST_DTYPES.get(self.row, self._default_dtype)
+        return data if dtype is None else to_dtype(data, dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        keeps = self.row not in AUTOCAST_DTYPES and self._default_dtype is None
+        return data if keeps else to_dtype(data, torch.get_default_dtype())
+
+    @outside_graphs
+    def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward, and reduce all gradients before this returns. Collective."""
+        engines: Sequence[Engine] = self.strategy.engines_of_backward(model)
+        if self.scaler is not None:
+            self._forget_left_out(engines)
+            tensor = tensor * self.scaler.scale
+        with contextlib.ExitStack() as scopes:
+            for engine in engines:
+                if self.scaler is not None:
+                    engine.passes.reducer.set_loss_scale(self.scaler.scale)
+                scopes.enter_context(engine.passes.backward_scope())
+            super().backward(tensor, model, *args, **kwargs)
+
+    def _forget_left_out(self, engines: Sequence[Engine]) -> None:
+        """Before a backward, forget whether gradients of steps that were left out had overflowed. Collective.
+
+        If old gradients were finite, this says nothing about the gradients of the next backward. If they had
+        overflowed and this backward adds to them, the next step must be skipped. If users have cleared them, the scale
+        is lowered as after a skipped step.
+        """
+        assert self.scaler is not None
+        self.overflowed = {optimizer: True for optimizer, overflowed in self.overflowed.items() if overflowed}
+        for optimizer in list(self.overflowed):
+            engine: Engine = self.strategy.engine_of_optimizer(optimizer)
+            if engine not in engines or engine.passes.reducer.unreduced:
+                continue
+            engine.passes.meet("a look at gradients of a step that was left out")
+            places = map(engine.units.place_of, self.main_params(optimizer))
+            if engine.passes.sharded_grads.total_norm(places).isfinite():
+                del self.overflowed[optimizer]
+                self.scaler.update(overflowed=True)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """With loss scaling, find out once per step whether gradients of ``optimizer`` overflowed, and divide the
+        gradients that users see by the loss scale. Collective."""
+        if self.scaler is not None and optimizer not in self.overflowed:
+            engine: Engine = self.strategy.engine_of_optimizer(optimizer)
+            params = self.main_params(optimizer)
+            self.overflowed[optimizer] = engine.passes.sharded_grads.overflowed(map(engine.units.place_of, params))
+            engine.passes.reducer.unscale(params)
+
+    @outside_graphs
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step the optimizer. With loss scaling, all ranks skip it if gradients of any rank overflow. Collective."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        if "closure" in kwargs:  # as torch.amp.GradScaler
+            raise RuntimeError(
+                "optimizer.step(closure): expected no closure with loss scaling (precision='16-mixed'). Call "
+                "fabric.backward, then optimizer.step(), or set precision='bf16-mixed'."
+            )
+        self.unscale_gradients(optimizer)
+        overflowed = self.overflowed.pop(optimizer)
+        result = None if overflowed else optimizer.step()
+        self.scaler.update(overflowed=overflowed)
+        return result
 
 
 class ZeroModule(nn.Module):
@@ -336,24 +414,25 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
             filter: functions by key of ``state``. Each gets an entry's name and value on rank 0, and returns whether to
                 save it. If a folder is saved, the value has only a shape and a dtype.
         """
-        path = self.broadcast(path)
-        filter = filter or {}
-        if self.config.checkpoint.name is CheckpointFormat.sharded:
-            self._save_folder(path, state, filter, storage_options)
-            return
-        save = self._save_by_ranges(path, state, filter) if storage_options is None else None
-        without_frozen = self.config.checkpoint.exclude_frozen
-        if save is None:
+        path, filter, without_frozen = self.broadcast(path), filter or {}, self.config.checkpoint.exclude_frozen
+        folder = self.config.checkpoint.name is CheckpointFormat.sharded
+        save = None if folder or storage_options is not None else self._save_by_ranges(path, state, filter)
+        if save is not None:
+            content = self._converted(state, lambda _: save.module_state(), save.optimizer_state)
+        else:
+            of_module = sharded_state_dict if folder else Engine.state_dict
+            of_optimizer = sharded_optimizer_state if folder else state_dicts.optimizer_state
             content = self._converted(
                 state,
-                lambda module: module.engine.state_dict(trainable_only=without_frozen),
-                lambda optimizer: state_dicts.optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
+                lambda module: of_module(module.engine, trainable_only=without_frozen),
+                lambda optimizer: of_optimizer(self.engine_of_optimizer(optimizer), optimizer),
             )
-        else:
-            content = self._converted(state, lambda _: save.module_state(), save.optimizer_state)
         content = self._filtered(content, filter)
         self._put_values(self._engines, content, save)
-        if save is None or not save.write(content):
+        if folder:
+            optimizers = [key for key, entry in state.items() if self.steps_shards(entry)]
+            self._write_folder(content, path, storage_options, named=optimizers)
+        elif save is None or not save.write(content):
             self._together("writing a checkpoint", lambda: self._write(content, path, storage_options))
 
     def _converted(
@@ -402,18 +481,6 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
             for key, names in kept.items():
                 content[key] = {name: content[key][name] for name in names if name in content[key]}
         return {key: value for key, value in content.items() if key not in filter or value != {}}
-
-    def _save_folder(self, path: Any, state: Mapping[str, Any], filter: Filter, options: Any) -> None:
-        without_frozen = self.config.checkpoint.exclude_frozen
-        content = self._converted(
-            state,
-            lambda module: sharded_state_dict(module.engine, trainable_only=without_frozen),
-            lambda optimizer: sharded_optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
-        )
-        content = self._filtered(content, filter)
-        self._put_values(self._engines, content)
-        optimizers = [key for key, entry in state.items() if self.steps_shards(entry)]
-        self._write_folder(content, path, options, named=optimizers)
 
     # -- load -----------------------------------------------------------------------------------------------------
 

@@ -6,19 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_zero.settings.names import (
+    MIB,
     CheckpointFormat,
     Compile,
     ConfigError,
     DType,
     Float8,
+    NBytes,
     Offload,
     Precision,
     Sharding,
     Stage,
     StateDtype,
     change,
+    check_types,
+    positive,
 )
-from lightning_zero.settings.values import MIB, NBytes, check_types, positive
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,7 +4,7 @@
 
     strategy        the methods of a Lightning strategy, in the order of a run
     run             the strategy's base class, which the other files use
-    steps           the steps of a run, also on parts of sequences and on batches that ranks share
+    steps           the steps of a run, also on parts of sequences and on batches that ranks share; checksums of weights
     saves/          checkpoints          memory/    how much memory a run needs; stage=auto
     callbacks/      ZeroMonitor, and Lightning's callbacks on shards
     processes       starts, connects and ends processes; launchers: starts them by script or fork
@@ -14,6 +14,6 @@
     adapted         gives objects of Lightning our methods where it has no hook; loops: the Trainer's loops
     uneven          ranks with different numbers of batches
     sequence_check  compares the first steps on parts of sequences with steps on whole sequences
-    step_tokens     means over all tokens of a step; fingerprints: checksums of weights
+    step_tokens     means over all tokens of a step
     summary         tables at the start and the end
 """

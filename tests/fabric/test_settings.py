@@ -15,7 +15,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero import ZeroFabricStrategy
-from lightning_zero.fabric.precision import FabricPrecision
+from lightning_zero.fabric.strategy import FabricPrecision
 from lightning_zero.optimizers.loss_scale import LossScaler
 from lightning_zero.settings import ConfigError, Precision, PrecisionConfig, ZeroConfig
 from tests.fabric.toys import Run, adamw, assert_equal, fabric, make, sgd, train

@@ -337,7 +337,7 @@ def test_a_host_without_room_for_the_parameters_refuses_them(row: str, tmp_path:
 
     rank = dist.get_rank()
     needed = at_rest(of(1 << 30, "meta"))
-    said = rf"{needed:,} bytes of memory for the parameters of 2 rank\(s\) on host .*, got {needed - 1:,} available"
+    said = rf"the parameters of 2 rank\(s\) on host .*, {needed:,} bytes, got {needed - 1:,} available bytes"
     with pytest.raises(ConfigError, match=said):
         of(needed - 2, "meta")
     of(needed - 1, "meta")

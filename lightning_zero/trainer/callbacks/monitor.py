@@ -18,7 +18,7 @@ from lightning_zero.planning.buckets import RESTING
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.settings import ConfigError, Offload, Precision
-from lightning_zero.settings.values import positive
+from lightning_zero.settings.names import positive
 from lightning_zero.trainer.callbacks.flops import FlopCount
 from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
 from lightning_zero.trainer.step_tokens import step_tokens

@@ -263,8 +263,8 @@ def check_host_room(strategy: Run, module: nn.Module, config: ZeroConfig) -> Non
         want, free = sum(rank[1] for rank in ranks), min(rank[2] for rank in ranks)
         if want > free:
             raise ConfigError(
-                f"zero.offload: expected {want:,} bytes of memory for the parameters of {len(ranks)} rank(s) on host "
-                f"{ranks[0][0]}, got {free:,} available bytes (of its cgroup, or of the machine). Without GPUs "
+                f"zero.offload: expected room for the parameters of {len(ranks)} rank(s) on host {ranks[0][0]}, "
+                f"{want:,} bytes, got {free:,} available bytes (of its cgroup, or of the machine). Without GPUs "
                 "parameters are in host memory. Use GPUs, more hosts, zero/offload=nvme, zero/precision=bf16_true or a "
                 "smaller model (python -m lightning_zero.plan shows what each stage needs). On a machine whose memory "
                 "grows with use, choose zero/offload=cpu and set zero.offload.host_budget, which is not checked."
