@@ -64,7 +64,7 @@ def check_keys(node: Any, path: str = "") -> None:
     for key in map(str, node):
         full = f"{path}{key}"
         if "/" in key:
-            raise ConfigError(f"{full}: there is no such group; --help lists them. Change {full}.")
+            raise ConfigError(f"{full}: there is no such group; --help lists all groups. Change {full}.")
         if known is not None and key not in known:
             raise ConfigError(
                 f"{full}: no such setting; there are {', '.join(sorted(known))}. {change(path, key, known)}"

@@ -18,7 +18,7 @@ from lightning_zero.planning.topology import Ranks, flat
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.settings import ConfigError, Precision, change, check_installed, nearest
 
-INSTALL = {"logger": " pip install 'lightning-zero[loggers]' brings those of logger=..."}  # by group
+INSTALL = {"logger": " Run pip install 'lightning-zero[loggers]' for all choices of logger=..."}  # by group
 TYPES = {bool: "true or false", int: "a whole number", float: "a number", NoneType: "null"}  # in messages
 SET_BY = {"strategy": "zero/stage", "plugins": "cluster", "default_root_dir": "run_dir"}  # others: their own group
 
@@ -40,7 +40,9 @@ def locate(key: str, path: Any) -> Any:
         is_inside = isinstance(cause, ModuleNotFoundError) and not f"{path}.".startswith(f"{cause.name}.")
         if cause is not None and (is_inside or not isinstance(cause, (AttributeError, ModuleNotFoundError))):
             raise cause from None
-        raise ConfigError(f"{key}: cannot be imported, got {path!r}. {said} Change {key} or PYTHONPATH.") from None
+        raise ConfigError(
+            f"{key}: expected a class that can be imported, got {path!r}. {said} Change {key} or PYTHONPATH."
+        ) from None
 
 
 def accepted_arguments(target: Any) -> set[str] | None:
@@ -131,7 +133,7 @@ def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
     except Exception as error:
         assert error.__traceback__ is not None
         if isinstance(error, TypeError) and error.__traceback__.tb_next is None:  # raised by the call itself
-            raise ConfigError(f"{key}: {path}: {error}. Give it as +{key}.<name>=<value>.") from None
+            raise ConfigError(f"{key}: {path}: {error}. Give arguments as +{key}.<name>=<value>.") from None
         said = " ".join(str(error).split()).rstrip(".")
         if not _is_library(target) or isinstance(error, ConfigError):
             raise
@@ -219,7 +221,7 @@ def build_optimizer(config: TrainConfig) -> Any:
 
     if not config.optimizer.get("_partial_"):
         raise ConfigError(
-            "optimizer._partial_: expected true (the parameters come later), got "
+            "optimizer._partial_: expected true (the model passes the parameters later), got "
             f"{config.optimizer.get('_partial_')!r}. Change optimizer._partial_."
         )
     make = build("optimizer", config.optimizer)
@@ -252,12 +254,13 @@ def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
 
 
 def _build_part(group: str, node: dict[str, Any], explicit: set[str], **extra: Any) -> Any:
-    """Build ``node``. Arguments of ours that its class does not take are dropped: an experiment may set them for the
-    class of another file. Those that the user gave (``explicit``) are never dropped."""
+    """Build ``node``. Arguments from files of this package that the class does not take are dropped, because an
+    experiment may set them for the class of another file. Arguments that the user gave (``explicit``) are never
+    dropped."""
     target = str(node.get("_target_"))
     if is_first() and not target.startswith("lightning_zero."):
         values = ", ".join(f"{key}={value!r}" for key, value in node.items() if key != "_target_")
-        print(f"note: {target} gets {values or 'none'} of {group}.*: what you have set.", flush=True)
+        print(f"note: {target} gets {values or 'none'} of {group}.*: the values that you have set.", flush=True)
     given = {key.split(".")[1] for key in explicit if key.startswith(f"{group}.")}
     return build(group, node, droppable=set(node) - given, **extra)
 
@@ -281,7 +284,7 @@ def _log_in(key: str) -> None:
         wandb.login()
     except wandb.Error as error:
         raise ConfigError(
-            f"{key}: expected an account of wandb, got none: {error} Log in by wandb login or WANDB_API_KEY, or give "
+            f"{key}: expected an account of wandb, got none: {error} Log in with wandb login or WANDB_API_KEY, or set "
             f"{key}.offline=true."
         ) from error
 
@@ -302,8 +305,8 @@ def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) 
     block_size = config.data["block_size"]
     if block_size % n:
         raise ConfigError(
-            f"data.block_size: expected a multiple of zero.sequence_parallel ({n}), whose ranks have equal parts of a "
-            f"sequence, got {block_size}. Change data.block_size or zero.sequence_parallel."
+            f"data.block_size: expected a multiple of zero.sequence_parallel ({n}), because ranks have equal parts of "
+            f"a sequence, got {block_size}. Change data.block_size or zero.sequence_parallel."
         )
     if config.task is Task.fit and isinstance(data, (TextData, SyntheticData)):
         data.check(ranks.batch.size)

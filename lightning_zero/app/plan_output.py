@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,8 +142,9 @@ def _table(
 
 
 def advice_lines(machine: Machine, rows: Sequence[Row], advices: Sequence[Advice]) -> list[str]:
-    """Return a line on each stage and offload that does not fit: what it lacks, what helps; then what to try first."""
-    last = "Nothing fits: use more hosts, or a smaller model."
+    """Return a line for each stage and offload that does not fit, with the memory that it lacks and what would help;
+    then a line that says which to try first."""
+    last = "Nothing fits: use more hosts or a smaller model."
     if (first := best(rows)) is not None:
         last = f"Try first: zero/stage={first.stage.value} zero/offload={first.offload.value}"
     return [
@@ -173,25 +172,19 @@ def _remedy(row: Row, advice: Advice, machine: Machine) -> str:
     return f"fits with {' or '.join(ways)}" if ways else "does not fit on any number of such hosts"
 
 
-def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]:
+def legend(described: Described, rows: Sequence[Row]) -> list[str]:
     """Return the sentences printed below the tables, which explain their columns."""
+    model, assumed = described.model, described.assumed_states
     several = model.limits.micro_batches > 1
     when = "between micro-batches" if several else "before the step"
     stage_1 = "not sharded until the reduction" if several else "sharded, but whole before the reduction"
     return [
         f">: your settings. params, grads, optimizer: bytes of one rank {when} "
         f"(h: on the host, d: on disk). At stage zero1 gradients are {stage_1}.",
-        f"peak/host, disk: all ranks of a host together. {activations_line(model, described)} "
+        f"peak/host, disk: all ranks of a host together. {activations_line(described)} "
         "gathers, reductions: bytes that a rank sends per step. K, M, G, T: powers of 1024.",
         after_run_line(model, rows),
-    ] + ([assumed] if (assumed := states_line(model, described)) else [])
-
-
-def states_line(model: Model, described: Described) -> str:
-    """Return a line that says how much optimizer state is assumed, and why; empty if it is known."""
-    if not described.assumed_states:
-        return ""
-    return f"{model.states} tensors of optimizer state for each parameter are assumed: {described.assumed_states}."
+    ] + [f"{model.states} tensors of optimizer state for each parameter are assumed: {assumed}."] * bool(assumed)
 
 
 def after_run_line(model: Model, rows: Sequence[Row]) -> str:
@@ -207,8 +200,9 @@ def after_run_line(model: Model, rows: Sequence[Row]) -> str:
     return f"After a run a copy of the whole module takes {size}; peak/host includes it{without} ({setting})."
 
 
-def activations_line(model: Model, described: Described) -> str:
+def activations_line(described: Described) -> str:
     """Return a line that says how many bytes of activations the peaks include, or why they include none."""
+    model = described.model
     if model.activations is None:
         return f"Activations are not counted{f': {described.why_not}' if described.why_not else ''}."
     found = model.activations.of(model.samples or model.activations.sizes[0])
@@ -266,33 +260,6 @@ def auto_line(choice: Choice | str) -> str:
         return f"auto selects nothing: {choice}"
     most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) per rank."
     return f"auto selects {choice.rows}: {choice.reason}.{most}"
-
-
-def show(
-    described: Described,
-    machine: Machine,
-    rows: Sequence[Row],
-    advices: Sequence[Advice],
-    config: ZeroConfig,
-    choice: Choice | str,
-    rates: str,
-    file: Any = None,
-) -> None:
-    """Print the plan to ``file`` (None: stdout). ``choice``: what ``auto`` takes, or why nothing fits. ``rates``: text
-    from :func:`rates_line`."""
-    width = shutil.get_terminal_size((WIDTH, 0)).columns  # honours COLUMNS
-    console = Console(width=width, highlight=False, file=file)
-    model = described.model
-
-    def say(text: str) -> None:
-        lines = textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
-        print(lines, file=file)
-
-    say(title_of(model, machine, described.precision))
-    for table in tables_of(rows, config, width):
-        console.print(table)
-    for line in (*legend(model, described, rows), rates, *advice_lines(machine, rows, advices), auto_line(choice)):
-        say(line)
 
 
 SUFFIXES = (".png", ".svg")

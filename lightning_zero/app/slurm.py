@@ -46,7 +46,7 @@ class ClusterConfig:
         partition, account, qos, constraint, reservation: passed to SLURM.
         exclusive: share no node with other jobs.
         job_name: shown by ``squeue``.
-        requeue: save and requeue when the time is up; requeue when a task was killed or failed.
+        requeue: save and requeue when the time is up; requeue also if a task was killed or failed.
         signal: the signal that SLURM sends before the time limit: ``USR1`` or ``USR2``.
         signal_delay: seconds between signal and time limit: enough for a step and a checkpoint.
         retries: how many times in a row a failing job is requeued without a new checkpoint.
@@ -114,23 +114,24 @@ class ClusterConfig:
         if self.gpus_per_node and self.tasks_per_node not in (None, self.gpus_per_node):
             raise ConfigError(
                 f"cluster.tasks_per_node: expected one task for each of {self.gpus_per_node} GPUs, got "
-                f"{self.tasks_per_node}. Drop cluster.tasks_per_node, or give cluster.gpus_per_node=0 for CPUs."
+                f"{self.tasks_per_node}. Drop cluster.tasks_per_node, or set cluster.gpus_per_node=0 for CPUs."
             )
         if self.name is ClusterName.slurm and not self.gpus_per_node and self.tasks_per_node is None:
             raise ConfigError(
-                "cluster.tasks_per_node: expected the processes of a node with cluster.gpus_per_node=0, got none. "
-                "Give cluster.tasks_per_node."
+                "cluster.tasks_per_node: expected the number of processes of a node with cluster.gpus_per_node=0, got "
+                "none. Set cluster.tasks_per_node."
             )
         if self.time is not None and seconds_of(self.time) <= self.signal_delay and self.requeue:
             raise ConfigError(
                 f"cluster.time: expected more than cluster.signal_delay ({self.signal_delay} s, in which the run saves "
-                f"and leaves), got {self.time}. Raise cluster.time or lower cluster.signal_delay."
+                f"a checkpoint and exits), got {self.time}. Raise cluster.time or lower cluster.signal_delay."
             )
 
     def _check_lines(self) -> None:
         if self.container is None and self.container_mounts:
             raise ConfigError(
-                "cluster.container_mounts has no effect without cluster.container. Drop it, or give cluster.container."
+                "cluster.container_mounts has no effect without cluster.container. Drop cluster.container_mounts, or "
+                "set cluster.container."
             )
         for key in ("sbatch", "srun"):
             for option in getattr(self, key):
@@ -149,7 +150,7 @@ class ClusterConfig:
 
         if self.job_name in SHELLS:
             raise ConfigError(
-                f"cluster.job_name: expected another name than {' and '.join(SHELLS)}, which Lightning takes for "
+                f"cluster.job_name: expected another name than {' and '.join(SHELLS)}, by which Lightning recognizes "
                 f"shells that srun has not started, got {self.job_name}. Change cluster.job_name."
             )
 

@@ -41,13 +41,13 @@ def check_packages(arguments: Sequence[str]) -> None:
     wants_optuna = asked & {"hparams_search=optuna", "hydra/sweeper=optuna"}
     if wants_optuna and importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
         raise ConfigError(
-            "hparams_search=optuna: expected the package hydra-optuna-sweeper, which is not installed. pip install "
+            "hparams_search=optuna: expected the package hydra-optuna-sweeper, which is not installed. Run pip install "
             "'lightning-zero[search]', or choose hparams_search=grid."
         )
     if launcher := next((a for a in asked if a.startswith("hydra/launcher=submitit")), None):
         raise ConfigError(
-            f"{launcher}: expected our own launcher, which submits each run of a sweep where cluster=slurm. Drop "
-            f"{launcher}."
+            f"{launcher}: expected the launcher of this package, which submits each run of a sweep with cluster=slurm. "
+            f"Drop {launcher}."
         )
 
 
@@ -65,8 +65,8 @@ def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -
         process = subprocess.Popen(["sbatch", "--parsable", "--wait"], stdin=subprocess.PIPE, text=True)
     except OSError as error:
         raise ConfigError(
-            f"sbatch: expected the command on PATH, got: {error.strerror}. Sweep from a machine of the cluster, or "
-            "drop cluster=slurm."
+            f"sbatch: expected the command on PATH, got: {error.strerror}. Start the sweep on a machine of the "
+            "cluster, or drop cluster=slurm."
         ) from None
     assert process.stdin is not None
     with process.stdin as stdin:

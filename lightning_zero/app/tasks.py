@@ -68,7 +68,7 @@ def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
     known, there = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
     if isinstance(known, int) and isinstance(there, int) and known < there:
         raise ConfigError(
-            f"model: expected a vocabulary of at least {there} tokens, which the data has, got {known}. Change "
+            f"model.vocab_size: expected at least {there}, the number of tokens of the data, got {known}. Change "
             "model.vocab_size (model.config.vocab_size of a model of transformers), or data.tokenizer."
         )
 
@@ -183,7 +183,11 @@ def _report(
     folder, finished = Path(config.run_dir), status == "finished"
     checkpoint, best = _checkpoints(trainer, folder, begun) if config.task is Task.fit else (config.ckpt_path, None)
     if config.task is Task.fit and finished:
-        at_end = ": no step was left; raise trainer.max_steps (or max_epochs)" if trainer.fit_loop.restarting else ""
+        at_end = (
+            ": all steps were done before; raise trainer.max_steps (or max_epochs)"
+            if trainer.fit_loop.restarting
+            else ""
+        )
         print(f"checkpoint: {checkpoint or f'none was written{at_end}'}{f', best: {best}' if best else ''}")
     if finished:
         print(f"logs: {os.path.relpath(folder)}")

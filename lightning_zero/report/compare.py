@@ -151,7 +151,7 @@ def _pair(a: Path, b: Path) -> dict[str, Run]:
             got = "twice" if run.series else "without one"
             raise ConfigError(
                 f"report compare: expected folders of two runs, each with {CURVES}, or {METRICS} of a CSVLogger, got "
-                f"{str(run.folder)!r} {got}. Give other folders."
+                f"{str(run.folder)!r} {got}. Give two other folders."
             )
     return runs
 
@@ -192,7 +192,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def index(folder: Path) -> None:
     """Write ``index.html`` into ``folder``: its runs, the newest first, with links to their reports."""
     if not folder.is_dir():
-        raise ConfigError(f"report index: expected a folder of runs, got {str(folder)!r}: there is none. Give another.")
+        raise ConfigError(f"report index: expected a folder of runs, got {str(folder)!r}. Give another folder.")
     runs = [load(Path(place)) for place in _places(folder)]
     rows = [_line(run, folder) for run in sorted(runs, key=lambda run: run.folder.stat().st_mtime, reverse=True)]
     head = ("run", "ended", "model", "stage", "offload", "steps", "last loss", "tokens per second")
