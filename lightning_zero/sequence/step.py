@@ -57,10 +57,10 @@ def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
             parts = [part.of(item) for item in batch]
             return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     raise ConfigError(
-        "zero.sequence_parallel: expected a batch that says where its sequences are: tokens [batch, length] of whole "
-        f"numbers, a pair of them and labels [batch, length], or a mapping with input_ids; got {_describe(batch)}. "
-        f"Give {type(module).__name__} a method {HOOK}(self, batch, part) that returns the batch with part.of(tensor, "
-        "dim=1) in the place of each tensor of the sequence, and part.keep(tensor, dim) of each that stays whole."
+        "zero.sequence_parallel: expected a batch of a known kind: integer tokens [batch, length], a pair of tokens "
+        f"and labels [batch, length], or a mapping with input_ids; got {_describe(batch)}. Define {HOOK}(self, batch, "
+        f"part) in {type(module).__name__}: it returns the batch with part.of(tensor, dim=1) instead of each tensor "
+        "along the sequence, and part.keep(tensor, dim) instead of each tensor that stays whole."
     )
 
 
@@ -104,9 +104,9 @@ def _check_positions(batch: Mapping[str, Any], positions: Any, mask: Any) -> Non
         )
     if positions is None and isinstance(mask, Tensor) and mask.dim() == 2 and (mask[:, 1:] > mask[:, :-1]).any():
         raise ConfigError(
-            "zero.sequence_parallel: expected position_ids in a batch whose attention_mask lets padding come before a "
-            "text (models count it or not), got none. Add them in the collate function, as the model counts them, or "
-            "pad behind the texts."
+            "zero.sequence_parallel: expected position_ids in a batch with padding before a text, because models "
+            "differ in whether they count padding, got none. Add position_ids in the collate function, as the model "
+            "counts positions, or pad after the texts."
         )
 
 
@@ -150,7 +150,7 @@ def _mask(name: str, maker: Callable[..., Any], **given: Any) -> Any:
     if name == "eager":
         raise ConfigError(
             "zero.sequence_parallel: expected a model of transformers with attn_implementation='sdpa', got 'eager', "
-            "whose attention sees this rank's part alone. Load it with attn_implementation='sdpa', or set "
+            "whose attention sees only this rank's part. Load the model with attn_implementation='sdpa', or set "
             "zero.sequence_parallel=1."
         )
     padding = given.get("attention_mask")
@@ -317,9 +317,9 @@ def check_alike(batch: Any, group: SequenceGroup, key: str = "zero.sequence_para
     found = group.gather_objects(_fingerprint(batch), f"the comparison of batches ({key})")
     if any(other != found[0] for other in found):
         raise ConfigError(
-            f"{key}: expected one batch for all {group.size} ranks of a group, got other ones. A "
-            "sampler of your own takes DistributedSampler(data, **trainer.distributed_sampler_kwargs), an iterable "
-            "dataset the same two numbers; what is drawn at random must be the same on these ranks."
+            f"{key}: expected the same batch on all {group.size} ranks of a group, got different batches. Use "
+            "DistributedSampler(data, **trainer.distributed_sampler_kwargs) as sampler, divide an iterable dataset by "
+            "the same two numbers, and draw the same random numbers on these ranks."
         )
 
 

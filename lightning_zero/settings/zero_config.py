@@ -452,13 +452,8 @@ class Signature:
         made = inspect.signature(definer.__init__, eval_str=True)  # type: ignore[misc]
         _, *own, settings = made.parameters.values()
         (keywords,) = get_args(settings.annotation)
-        listed = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(name), annotation=kind)
-            for name, kind in get_type_hints(keywords).items()
-        ]
-        return made.replace(parameters=[*own, *listed])
-
-
-def _default(name: str) -> Any:
-    value = getattr(ZeroConfig(), name)
-    return None if is_dataclass(value) else value.name if isinstance(value, Enum) else value
+        for name, kind in get_type_hints(keywords).items():
+            value = getattr(ZeroConfig(), name)
+            default = None if is_dataclass(value) else value.name if isinstance(value, Enum) else value
+            own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+        return made.replace(parameters=own)

@@ -59,7 +59,7 @@ class Timeline:
                 self.close()
         elif 0 < self._steps < AFTER and self._comm.rank == 0:
             warnings.warn(
-                f"zero.timeline: nothing was recorded, as the run ended after {self._steps} steps. Recording "
+                f"zero.timeline: nothing was recorded, because the run ended after {self._steps} steps. Recording "
                 f"begins after step {AFTER}.",
                 stacklevel=2,
             )

@@ -126,11 +126,6 @@ class LongSequences(SequenceSteps):
             self.tokens.of_next_backward = part.count(loss)
         return loss if isinstance(part, WholeBatch) else part.loss(loss)
 
-    def evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        batch, *more = (*args, *kwargs.values())
-        part, own = self.cut(batch)
-        return self.evaluate(part, step, own, *more)
-
     @contextlib.contextmanager
     def _random_numbers_of_a_part(self) -> Iterator[None]:
         """Let torch draw, in the body, different numbers on each rank that shares a sequence, so that dropout differs.
@@ -227,7 +222,9 @@ class Steps:
         begins = self._sync_buffers_once()
         self.sequences.check(key, step, args, kwargs, together=begins)
         with self._run.engine.step_scope(key, evaluation=True):
-            return self.sequences.evaluation_step(step, *args, **kwargs)
+            given: list[Any] = [*args, *kwargs.values()]
+            part, own = self.sequences.cut(given[0])
+            return self.sequences.evaluate(part, step, own, *given[1:])
 
     def evaluate_nothing(self, key: str) -> None:
         """Take part in the evaluation step ``key`` of other ranks: this rank has no batch. Collective."""

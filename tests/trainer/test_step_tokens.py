@@ -282,8 +282,8 @@ def test_settings_of_a_step_keep_the_mean(settings: dict[str, Any], tolerance: f
 
 
 UNKNOWN: list[tuple[str, Callable[[Tensor, Tensor], Any]]] = [
-    ("one that does not say", lambda logits, labels: logits.square().mean()),
-    ("one that does not say", lambda logits, labels: F.cross_entropy(logits[0], labels[0], size_average=False)),
+    ("one without a known number", lambda logits, labels: logits.square().mean()),
+    ("one without a known number", lambda logits, labels: F.cross_entropy(logits[0], labels[0], size_average=False)),
     (
         r"means over \d+, \d+ tokens",
         lambda logits, labels: cross_entropy(logits, labels) + lightning_zero.mean_over_tokens(logits.mean(-1)),

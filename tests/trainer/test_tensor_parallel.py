@@ -144,7 +144,7 @@ def test_steps_that_overflow_on_one_rank_are_skipped_on_all(tmp_path: Path) -> N
 
 @on_ranks(4)
 def test_ranks_that_share_a_batch_must_have_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^tensor_parallel: expected one batch for all 2 ranks of a group"):
+    with pytest.raises(ConfigError, match=r"^tensor_parallel: expected the same batch on all 2 ranks of a group"):
         run(strategy_of(2), tmp_path, Lit(shuffled=True))
 
 

@@ -44,7 +44,7 @@ def parse_dtype(key: str, value: str | torch.dtype | None) -> torch.dtype | None
     found = _SHORT.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
     if value is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found
-    raise ConfigError(f"{key}: expected one of {', '.join(_SHORT)}, got {value!r}. Change it.")
+    raise ConfigError(f"{key}: expected one of {', '.join(_SHORT)}, got {value!r}. Change {key}.")
 
 
 class Place(NamedTuple):
@@ -86,7 +86,9 @@ class Files:
         offset = 0
         for name, tensor in sorted(group.items(), key=lambda item: -item[1].dtype.itemsize):
             if tensor.dtype not in NAMES:
-                raise ConfigError(f"{name}: expected a dtype that safetensors files know, got {tensor.dtype}.")
+                raise ConfigError(
+                    f"{name}: expected a dtype that safetensors supports, got {tensor.dtype}. Change dtype=."
+                )
             places = [offset, offset + tensor.nbytes]
             header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
             offset += tensor.nbytes
