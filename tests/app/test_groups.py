@@ -345,9 +345,7 @@ def test_evaluating_takes_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- experiment=tiny\n- seed=1\n")
     trainer: Any = SimpleNamespace(_checkpoint_connector=SimpleNamespace())
-    refused = pytest.raises(
-        ConfigError, match=r"^other\. The run that wrote the checkpoint had: experiment=tiny seed=1$"
-    )
+    refused = pytest.raises(ConfigError, match=r"^other\. The run .* had: experiment=tiny seed=1$")
     with refused, decided(trainer, str(tmp_path / "checkpoints" / "last.ckpt")):
         raise OtherModelError("other.")
 

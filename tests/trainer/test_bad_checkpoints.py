@@ -179,10 +179,7 @@ class OddValue:
 
 def test_first_whole_save_warns_of_what_will_be_refused(tmp_path: Path) -> None:
     """Files of weights only may come before it."""
-    io, says = (
-        ZeroCheckpointIO(),
-        r"odd\.ckpt holds tests\.trainer\.test_bad_checkpoints\.OddValue. A run cannot resume",
-    )
+    io, says = ZeroCheckpointIO(), r"odd\.ckpt holds tests\.trainer\.test_bad_checkpoints\.OddValue. A run cannot"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "weights.ckpt")
@@ -261,10 +258,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
         r"meta\.pt with pathlib\.Path\.touch|meta\.pt with .*getattr",
     ),
     "a value runs code": (lambda path, ran: _put_value(path, Runs(ran)), r"bad\.ckpt with .*(touch|getattr)"),
-    "no shard": (
-        lambda path, _: (path / "__1_0.distcp").unlink(),
-        r"__1_0\.distcp: this file of the checkpoint is missing",
-    ),
+    "no shard": (lambda path, _: (path / "__1_0.distcp").unlink(), r"__1_0\.distcp: this file .* is missing"),
     "half a shard": (
         lambda path, _: os.truncate(path / "__1_0.distcp", 900),
         r"__1_0\.distcp: this file has 900 bytes, fewer than the",

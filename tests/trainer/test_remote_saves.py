@@ -255,9 +255,7 @@ def test_folders_are_tried_before_training(form: str, tmp_path: Path) -> None:
         (str(tmp_path), saves | {"callbacks": [ModelCheckpoint(nowhere)]}),
     ]:
         module = seeded(Lit)
-        with pytest.raises(
-            ConfigError, match=r"expected a folder in which this process can write, got (none-such|store)://.*: .+"
-        ):
+        with pytest.raises(ConfigError, match=r"in which this process can write, got (none-such|store)://.*: .+"):
             trainer(toys.strategy_of("zero3", checkpoint=form), root, **settings).fit(module, loader())
         assert not module.losses
     linked = saves | {"callbacks": [ModelCheckpoint("memory://a", save_last="link")]}
