@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="the folder of a run, with fingerprints.csv")
     parser.add_argument("--from", dest="checkpoint", type=Path, required=True, help="a checkpoint of the run")
     parser.add_argument("--steps", type=int, required=True, help="number of steps to run again")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="in the place of the run's settings")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace those of the run")
     given = parser.parse_intermixed_args()
     if given.steps < 1:
         parser.error(f"--steps: expected a number >= 1, got {given.steps}. Change --steps.")

@@ -63,7 +63,11 @@ class ResumableLoader(DataLoader[Tensor]):
         self, dataset: Any, batch_size: int, *, trainer: Trainer | None = None, sampler: Any = None, **options: Any
     ) -> None:
         self._trainer = trainer if sampler is None else None
-        self._resumed = -1, 0, 0  # where this run has begun: the epoch, its items done, the batches that stand for them
+        self._resumed = (
+            -1,
+            0,
+            0,
+        )  # where this run has begun: the epoch, its finished items, the batches that count for these items
         shares = _shares(trainer)
         sampler = sampler or ShuffledFrom(
             dataset,

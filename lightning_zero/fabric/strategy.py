@@ -372,7 +372,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
             super().clip_gradients_value(module, optimizer, clip_val)
             return
         self.precision.unscale_gradients(optimizer)
-        if self.precision.overflowed.get(optimizer):  # the step is skipped: what is not finite stays so
+        if self.precision.overflowed.get(optimizer):  # the step is skipped, so inf and NaN do not matter
             return
         engine = self.engine_of_optimizer(optimizer)
         engine.passes.sharded_grads.clip_by_value(
@@ -529,8 +529,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
                 engine = self.engine_of_optimizer(optimizer)
                 check_optimizer(engine, optimizer, found[key], f"fabric.load: {path}")
 
-        self._together("comparing a checkpoint with what it is loaded into", check)
-        # First optimizers, which give what is frozen, and was not when it was saved, masters for the module's values.
+        self._together("comparing a checkpoint with the state to load", check)
+        # First optimizers: parameters that are frozen now, and were not when saved, get masters for their values.
         for key in sorted(found, key=lambda key: key not in optimizers):
             entry, value = state[key], found[key]
             if key in modules:

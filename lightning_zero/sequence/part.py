@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_zero.comm.sequence import OnPaper, Sharers
 from lightning_zero.settings import ConfigError
 
-TOKENS, PARTS, REFUSED = 1, 2, 3  # what a mean is over; sent along, so that ranks notice if theirs differ
+TOKENS, PARTS, REFUSED = 1, 2, 3  # kind of a mean; ranks send it along, to notice if kinds differ
 
 
 class Window(NamedTuple):

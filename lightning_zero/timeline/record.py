@@ -105,7 +105,7 @@ class Timeline:
             ranks = [lanes_of(rank, map(Span._make, theirs)) for rank, (theirs, _) in enumerate(found)]
             try:
                 self._write(ranks, max(error for _, error in found))
-            except Exception as error:  # training goes on without a timeline: a full disk, say
+            except Exception as error:  # such as a full disk: training continues without a timeline
                 what = f"{self._folder}: {type(error).__name__}: {error}"
                 warnings.warn(f"zero.timeline: {what}", stacklevel=2)
 

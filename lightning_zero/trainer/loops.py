@@ -1,4 +1,4 @@
-"""Adapt a run's objects to our strategy. The Trainer's loops report each fetch to Interruptions and RandomNumbers."""
+"""Adapt a run's objects to ZeroStrategy. The Trainer's loops report each fetch to Interruptions and RandomNumbers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ADAPTED = (
 
 
 def adapt_run(trainer: Any) -> None:
-    """Give the Trainer, its loops and its callbacks subclasses with our methods; see ``adapted.py``."""
+    """Give the Trainer, its loops and its callbacks subclasses with methods of this package; see ``adapted.py``."""
     adapt([trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, *trainer.callbacks], ADAPTED)
 
 

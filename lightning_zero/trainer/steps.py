@@ -122,7 +122,7 @@ class LongSequences(SequenceSteps):
             return super().whole_loss(part, loss, tokens)
         if tokens is not None:
             loss = part.mean_over(loss, tokens)
-        if self.trying is None and loss.requires_grad:  # else none of its own: what manual optimization returns
+        if self.trying is None and loss.requires_grad:  # manual optimization returns losses without a backward
             self.tokens.of_next_backward = part.count(loss)
         return loss if isinstance(part, WholeBatch) else part.loss(loss)
 
@@ -154,7 +154,7 @@ def _set(generators: Generators, accelerator: Any) -> None:
 
 
 class Steps:
-    """Runs the steps of one run. Each method takes the method of Lightning's strategy that it runs.
+    """Runs the steps of one run. Most methods get the method of Lightning's strategy that they wrap.
 
     Attributes:
         sequences: cuts batches into parts of sequences, and holds the :class:`StepTokens` for ``zero.loss=tokens``.

@@ -86,7 +86,7 @@ class EndsTogether(PrefetchDataFetcher):
         self.leaves = bool(out and more)
         if out and more and not self.said:
             self.said = True
-            table = self.strategy._gather_objects((self.fetched, self.done), "who has no batch any more")
+            table = self.strategy._gather_objects((self.fetched, self.done), "which rank has no more batches")
             _say({rank: f"{n - (not done)}{'' if done else ' and more'}" for rank, (n, done) in enumerate(table)})
         self.over = bool(out)
         # Below a limit that no rank reaches Lightning does not know the last batch, if all ranks have the same number.
@@ -95,9 +95,9 @@ class EndsTogether(PrefetchDataFetcher):
 
 class Joins(EndsTogether):
     """Fetches batches for training with ``zero.uneven=join``. Until no rank has a batch left, a rank without batches
-    repeats its last one, or one of another rank if it had none, with weight 0."""
+    repeats its last batch (if it had none, a batch of another rank) with weight 0."""
 
-    item: Any = None  # the last of this epoch; from the first batch on all ranks have one
+    item: Any = None  # the last batch of this epoch; after the first batch all ranks have one
 
     def __iter__(self) -> Any:
         super(EndsTogether, self).__iter__()
@@ -105,7 +105,7 @@ class Joins(EndsTogether):
         return self
 
     def __next__(self) -> Any:
-        if self.item is None:  # not in __iter__, after which a resumed loop counts what it had fetched
+        if self.item is None:  # not in __iter__: only after it a resumed loop counts the batches that it had fetched
             self.agree()
         if self.done:
             raise StopIteration

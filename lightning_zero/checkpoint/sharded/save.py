@@ -84,7 +84,7 @@ def save_folder(
             with contextlib.closing(_RankFile(items_of(state, rank), rank, rest_of, target)) as file:
                 return file.write(long_work)
 
-        items: list[Item] = on_all("what is copied", lambda: items_of(state, rank)) if behind is not None else []
+        items: list[Item] = on_all("the values to copy", lambda: items_of(state, rank)) if behind is not None else []
         why = ""
         if behind is not None:
             needs = _needs(behind, items)

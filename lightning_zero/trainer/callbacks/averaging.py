@@ -237,7 +237,8 @@ def _stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
 
 
 class NoAverageYet:
-    """Placeholder for a callback's average until the module is sharded. ``loaded``: what to load into the average."""
+    """Placeholder for a callback's average until the module is sharded. ``loaded``: the state to load into the
+    average."""
 
     def __init__(self) -> None:
         self.loaded: Any = None

@@ -94,7 +94,7 @@ class Auto:
             return
         if before is not None and engine_of(module) is not None:  # keep the choice while the module is sharded
             return
-        places = strategy._gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
+        places = strategy._gather_objects(_place(strategy, asked), "free memory of all ranks, for zero/stage=auto")
 
         def act() -> Decision | None:
             if not strategy.is_global_zero:
@@ -251,7 +251,7 @@ def check_host_room(strategy: Run, module: nn.Module, config: ZeroConfig) -> Non
     """
     if accelerator_of(strategy.root_device).has_streams or config.offload.host_budget is not None:
         return
-    if config.offload.name is Offload.auto:  # follows from what there is
+    if config.offload.name is Offload.auto:  # the offload is chosen by the available memory
         return
     what = "room for parameters"
     needed = strategy._together(what, partial(_needed, strategy, module, config))

@@ -31,7 +31,8 @@ CPU = torch.device("cpu")
 
 
 class _Stand:
-    """Stands in for a fake copy's Trainer: has own ``optimizers``; the rest is of the run's Trainer, or a new one."""
+    """Replaces the Trainer of a fake copy. Has ``optimizers`` of its own; other attributes are those of the run's
+    Trainer, or of a new one."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self.__dict__.update(_trainer=trainer or _new_trainer(), optimizers=optimizers)
@@ -91,7 +92,7 @@ def _without_owners(module: nn.Module) -> dict[int, Any]:
 
 def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
     """Change the copy ``module``, so that its trainer is a stand-in, it logs nothing, has no schedulers, gathers
-    nothing, and calls ``backward`` in the place of ``manual_backward``."""
+    nothing, and calls ``backward`` instead of ``manual_backward``."""
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
     module.__dict__["_trainer"] = _Stand(trainer, optimizers)
 
@@ -199,7 +200,7 @@ def planned_states(
     Args:
         optimizers: optimizers, which stay unchanged. Their parameters can be on meta, or fake tensors.
         message_nbytes: bytes of gradients in transit at a time.
-        param_of: returns the parameter in ``units`` that an optimizer's parameter stands for.
+        param_of: returns the parameter in ``units`` of which an optimizer's parameter is a copy.
     """
     stepped_whole = [is_stepped_whole(o, settings.sharding) for o in optimizers]
     if not any(stepped_whole):

@@ -1,4 +1,4 @@
-"""Write checkpoint folders in the background while training goes on: ``zero.checkpoint.background``.
+"""Write checkpoint folders in the background while training continues: ``zero.checkpoint.background``.
 
 ::
 

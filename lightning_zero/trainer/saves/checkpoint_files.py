@@ -100,7 +100,7 @@ class CheckpointFiles(Processes):
         all ranks, with the file, if it is damaged. Collective."""
         name = place(path)
         found = self._gather_objects(_identity(name), "checksums")
-        # Ranks that see different copies check theirs separately.
+        # Ranks that see different copies of a checkpoint check each copy.
         peers = [rank for rank, identity in enumerate(found) if identity == found[self.global_rank]]
         part = peers.index(self.global_rank)
         report = self._together("reading checksums", lambda: check_sums(name, part, len(peers), self._long_work))

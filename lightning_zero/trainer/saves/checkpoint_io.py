@@ -87,8 +87,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         self._looked |= {whole}
         if found := _classes(path):
             warnings.warn(
-                f"{path} holds {', '.join(found)}. A run cannot resume from it, because loading these classes can run "
-                f"code. Do not save them in hyperparameters and states, or {way_out(found)}.",
+                f"{path} holds {', '.join(found)}. A run cannot resume from this file, because loading these classes "
+                f"can run code. Do not save them in hyperparameters and states, or {way_out(found)}.",
                 stacklevel=2,
             )
 

@@ -80,7 +80,7 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
 def _checked(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an optimizer's state dict. Raise ConfigError if keys inside are no text, as a folder would change them."""
     inside = [*optimizer.get("state", {}).values(), *optimizer.get("param_groups", ())]
-    for value in inside:  # grows by what is in each value
+    for value in inside:  # the loop adds the values inside of each value
         if isinstance(value, Mapping):
             if numbers := [key for key in value if not isinstance(key, str)]:
                 raise ConfigError(
