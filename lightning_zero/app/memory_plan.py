@@ -253,7 +253,9 @@ def plan_memory(
     """
     if optimizer_states is not None:
         positive("optimizer_states", optimizer_states, zero_ok=True)
-    rows = {"stage": stage, "offload": offload, "precision": _precision_name(precision)}
+    flag = PRECISION_ALIASES.get(str(precision), str(precision))
+    named = next((row.name for row in Precision if row.value == flag), precision)
+    rows = {"stage": stage, "offload": offload, "precision": named}
     zero = make_config(None, **{key: row for key, row in rows.items() if row is not None}, **settings)
     row = zero.precision.name or Precision.fp32
     asked = _machine_config(machine)
@@ -270,11 +272,6 @@ def plan_memory(
         take_batch=None if batch is None else lambda: first,
     )
     return make_plan(described, find_machine(asked, zero), zero, asked.rates)
-
-
-def _precision_name(asked: Any) -> Any:
-    flag = PRECISION_ALIASES.get(str(asked), str(asked))
-    return next((row.name for row in Precision if row.value == flag), asked)
 
 
 def _machine_config(machine: str | Mapping[str, Any] | None) -> MachineConfig:
