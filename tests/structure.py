@@ -34,7 +34,7 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 43_210,
+    "lines of the package": 43_200,
     "lines of the engine": 11_520,
     "files of the engine": 43,
     "lines of the longest file": 600,

@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.archive import Skeleton, add_up, archive_at, write_values
 from lightning_zero.checkpoint.hugging_face.export import write_extras
-from lightning_zero.checkpoint.hugging_face.files import Files, parse_dtype, written
-from lightning_zero.checkpoint.hugging_face.names import RECORD, alone, model_of, outgoing
+from lightning_zero.checkpoint.hugging_face.files import RECORD, Files, alone, model_of, outgoing, parse_dtype, written
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.engine.whole.state_dicts import versioned
 from lightning_zero.pretrained.stored import StoredTensor

@@ -58,8 +58,7 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
     def _settings_of_front(self) -> dict[str, Any]:
         row, loss = self.precision_plugin.row, self.config.loss
         settings: dict[str, Any] = {"zero.precision.name": row.name, "zero.loss": loss.name}
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        if trainer is not None:
+        if (trainer := self._trainer_of_run) is not None:
             names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
             settings |= {f"trainer.{name}": getattr(trainer, name) for name in names}
         return settings
@@ -69,16 +68,20 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
         return engine_of(self.lightning_module) if self.lightning_module is not None else None
 
     @property
+    def _trainer_of_run(self) -> Any:
+        """Return the Trainer of the connected LightningModule; None without module or Trainer."""
+        return self.lightning_module._trainer if self.lightning_module is not None else None
+
+    @property
     def _shows_tables(self) -> bool:
         """Return whether this process prints tables: rank 0 of a Trainer that has a ModelSummary callback."""
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        callbacks = getattr(trainer, "callbacks", [])
+        callbacks = getattr(self._trainer_of_run, "callbacks", [])
         return self.is_global_zero and any(isinstance(c, pl.callbacks.ModelSummary) for c in callbacks)
 
     @property
     def _long_work(self) -> LongWork:
         """Return the progress display for long work, shown on rank 0 if the Trainer shows a progress bar."""
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        trainer = self._trainer_of_run
         bar = trainer.progress_bar_callback if trainer is not None else None
         is_wanted = trainer is None or (bar is not None and not getattr(bar, "is_disabled", False))
         return LongWork(self.is_global_zero and is_wanted)

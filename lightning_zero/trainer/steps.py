@@ -176,8 +176,7 @@ class Steps:
     def begin_training(self) -> None:
         self.sequences.seed_alike()
         if (every := self._run.config.fingerprint) is not None:
-            assert self._run.lightning_module is not None
-            self._fingerprints = Fingerprints(self._run.lightning_module.trainer, self._run.engine, every)
+            self._fingerprints = Fingerprints(self._run._trainer_of_run, self._run.engine, every)
 
     def end_training(self) -> None:
         if self._fingerprints is not None:

@@ -240,10 +240,10 @@ class ZeroStrategy(Run):
         if self.world_size == 1:  # on one rank Lightning drops sync_dist=True of a log call, then warns that it lacks
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True", UserWarning)
         reset_seed()
+        if (trainer := self._trainer_of_run) is not None:
+            loops.adapt_run(trainer)
+            loops.compare_callbacks(trainer)
         if self.lightning_module is not None:
-            if self.lightning_module._trainer is not None:
-                loops.adapt_run(self.lightning_module._trainer)
-                loops.compare_callbacks(self.lightning_module._trainer)
             self.lightning_module._device_mesh = mesh_for(self.config, self.root_device)
 
     @contextlib.contextmanager
@@ -361,9 +361,8 @@ class ZeroStrategy(Run):
         super().barrier(name)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        assert self.lightning_module is not None
         numbers = self._random_numbers
-        if numbers is not None and numbers.watches and self.lightning_module.trainer.training:
+        if numbers is not None and numbers.watches and self._trainer_of_run.training:
             numbers.before_iterator(dataloader)
         return dataloader
 
@@ -371,10 +370,9 @@ class ZeroStrategy(Run):
         self.engine.comm.streams.accelerator.reset_peak()  # forget the peak of building the model
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
-        assert self.lightning_module is not None
         if self.engine.compiled.are_there:
             rank_zero_info("compiling: the first steps of training and of validation may take minutes")
-        repair_counts(self.lightning_module.trainer)
+        repair_counts(self._trainer_of_run)
         self._steps.begin_training()
 
     def on_train_end(self) -> None:
@@ -412,9 +410,8 @@ class ZeroStrategy(Run):
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self) -> None:
-        assert self.lightning_module is not None
         if self._interruptions is not None and self._interruptions.training:
-            step_plateau_schedulers(self.lightning_module.trainer)
+            step_plateau_schedulers(self._trainer_of_run)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -489,8 +486,7 @@ class ZeroStrategy(Run):
             self._left = True
             return
         Ended.failed = True
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        if trainer is None or trainer.global_step == 0:
+        if (trainer := self._trainer_of_run) is None or trainer.global_step == 0:
             interruptions.note_failure(exception)
         if self._waits is not None:
             self._waits.explain(exception)

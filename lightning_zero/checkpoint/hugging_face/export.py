@@ -22,8 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.durable import naming
-from lightning_zero.checkpoint.hugging_face.files import Files, Writer, written
-from lightning_zero.checkpoint.hugging_face.names import Group, Outgoing, alone, folder_of, outgoing
+from lightning_zero.checkpoint.hugging_face.files import (
+    Files,
+    Group,
+    Outgoing,
+    Writer,
+    alone,
+    folder_of,
+    outgoing,
+    written,
+)
 from lightning_zero.checkpoint.sharded.items import by_home
 from lightning_zero.comm.agreements import broadcast_object, together
 from lightning_zero.engine import Engine, engine_of

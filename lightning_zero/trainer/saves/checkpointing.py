@@ -17,8 +17,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.hugging_face.names import RECORD as HUGGING_FACE
-from lightning_zero.checkpoint.hugging_face.names import record_of
+from lightning_zero.checkpoint.hugging_face.files import RECORD as HUGGING_FACE
+from lightning_zero.checkpoint.hugging_face.files import record_of
 from lightning_zero.checkpoint.sharded.save import Behind
 from lightning_zero.comm.agreements import ApartError, gather_rows
 from lightning_zero.device import accelerator_of
@@ -180,10 +180,10 @@ class Checkpoints:
     @property
     def _behind(self) -> Behind | None:
         """Return the thread and buffers for a save in the background; None if training must wait for the next save."""
-        module = self._strategy.lightning_module
-        if not self._strategy.config.checkpoint.background or module is None or module._trainer is None:
+        trainer = self._strategy._trainer_of_run
+        if not self._strategy.config.checkpoint.background or trainer is None:
             return None
-        state = module._trainer.state
+        state = trainer.state
         if state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING:
             return None
         begin = partial(self.background.begin, self._strategy._waits, may_fail=self.next_may_fail)
@@ -294,8 +294,7 @@ class Checkpoints:
 
     @property
     def _is_fitting(self) -> bool:
-        module = self._strategy.lightning_module
-        trainer = module._trainer if module is not None else None  # ``module.trainer`` raises where there is none
+        trainer = self._strategy._trainer_of_run
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
