@@ -107,9 +107,9 @@ LOADS: dict[str, tuple[Callable[[Path], Any], Callable[[], Any], str]] = {
     "a state dict": (
         lambda path: torch.save(torch.load(path)["state_dict"], path),
         Adam,
-        r"checkpoint of Lightning, got .*a\.ckpt, which holds a \w+ with first\.weight, .* and 11 more\. Give another",
+        r"checkpoint of Lightning, got .*a\.ckpt, which holds a \w+ with first\.weight, .* and 11 more\. Change ckpt",
     ),
-    "a tensor": (lambda path: torch.save(torch.ones(2), path), Adam, r"a\.ckpt, which holds a Tensor\. Give another"),
+    "a tensor": (lambda path: torch.save(torch.ones(2), path), Adam, r"a\.ckpt, which holds a Tensor\. Change ckpt"),
 }
 
 
@@ -370,7 +370,7 @@ def test_files_of_ddp_are_checked_and_old_formats_and_addresses_are_not(tmp_path
     with pytest.raises(ConfigError, match="as it was written"):
         go_on(path, tmp_path, verify=True)
     of = trainer(ZeroStrategy("zero3", checkpoint={"verify": True}), tmp_path, max_epochs=3)
-    with toys.on_rank_0(pytest.warns(UserWarning, match="no checksums")):
+    with toys.on_rank_0(pytest.warns(UserWarning, match="without checksums")):
         of.fit(seeded(Lit), loader(), ckpt_path=old)
 
 

@@ -435,7 +435,7 @@ def test_transformers_without_positions_or_with_packed_texts_are_refused(tmp_pat
 def test_compiled_blocks_are_refused(tmp_path: Path) -> None:
     module = seeded(Own)
     module.blocks[1].compile(backend="eager")
-    with refused(r"Drop torch\.compile"):
+    with refused(r"Do not call torch\.compile"):
         fit_pairs(module, tmp_path, 1)
 
 
