@@ -24,8 +24,7 @@ sys.path.insert(0, str(ROOT))  # for `mkdocs`, which does not look into the curr
 
 import lightning_zero  # noqa: E402
 from lightning_zero.settings import MIB, ZeroConfig  # noqa: E402
-from lightning_zero.settings.names import ALSO, ROWS  # noqa: E402
-from lightning_zero.settings.values import CONF, NBytes, kinds_of  # noqa: E402
+from lightning_zero.settings.names import ALSO, CONF, ROWS, NBytes, kinds_of  # noqa: E402  # noqa: E402
 
 BEGIN, END = "<!-- settings -->", "<!-- end -->"  # around what the site replaces with the table of settings
 # Pages of the site that are kept outside of docs/, by their name there.
@@ -126,20 +125,23 @@ def keywords() -> str:
     """Return the module of the keywords' types: one for each group, for all stages, and for the rest."""
     kinds = dict(kinds_of(ZeroConfig))
     groups = {key: kind for key, kind in kinds.items() if dataclasses.is_dataclass(kind)}
-    parts = [_typed_dict(_settings_of(kind), "TypedDict", kinds_of(kind), f"groups.{kind.__name__}", key)
-             for key, kind in groups.items()]  # fmt: skip
+    parts = [_typed_dict(_settings_of(kind), kinds_of(kind), key) for key, kind in groups.items()]
     for key in ("stage", "precision"):  # which a signature may name
         parts += [_filled(f"{key.title()} = {_type_of(key, kinds.pop(key))}") + "\n"]
-    parts += [_typed_dict("FabricKeywords", "TypedDict", kinds, "zero_config.ZeroConfig")]
+    parts += [_typed_dict("FabricKeywords", kinds)]
     parts += ["class Keywords(FabricKeywords, total=False):\n    precision: Precision\n"]
-    parts += ["\nKeywords.__doc__ = zero_config.ZeroConfig.__doc__\n"]
+    documented = [f"({_settings_of(kind)}, groups.{kind.__name__})" for kind in groups.values()]
+    documented += [f"({name}, zero_config.ZeroConfig)" for name in ("FabricKeywords", "Keywords")]
+    pairs = "".join(f"    {pair},\n" for pair in documented)
+    parts += [f"_DOCUMENTED: list[tuple[Any, Any]] = [\n{pairs}]\n"]
+    parts[-1] += "for _made, _config in _DOCUMENTED:\n    _made.__doc__ = _config.__doc__\n"
     return "\n\n".join([HEAD, *parts])
 
 
-def _typed_dict(name: str, base: str, kinds: dict[str, Any], documented: str, group: str = "") -> str:
+def _typed_dict(name: str, kinds: dict[str, Any], group: str = "") -> str:
     types = {key: _names(group) if key == "name" else _type_of(key, kind) for key, kind in kinds.items()}
     fields = "\n".join(_filled(f"    {key}: {kind}") for key, kind in types.items())
-    return f"class {name}({base}, total=False):\n{fields}\n\n\n{name}.__doc__ = {documented}.__doc__\n"
+    return f"class {name}(TypedDict, total=False):\n{fields}\n"
 
 
 def _settings_of(kind: type) -> str:

@@ -14,8 +14,8 @@ from lightning_zero.trainer.registration import register_presets
 
 if importlib.util.find_spec("torch") is None:
     raise ModuleNotFoundError(
-        "lightning_zero needs torch, not found by this Python. Activate the environment in which "
-        "lightning_zero is installed (after make: source .venv/bin/activate), or run pip install . in its repository."
+        "lightning_zero needs torch, which this Python does not find. Activate the environment in which lightning_zero "
+        "is installed (after make: source .venv/bin/activate), or run pip install . in its repository."
     )
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Import from Lightning everything that the strategies use.
 
 Lightning is published as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``; their classes differ. A
-process uses the variant whose Trainer or Fabric was the first to ask for a preset. If this module is imported before,
-it uses the variant that was imported by then; if both or neither was, ``lightning`` if installed.
+process uses the variant whose Trainer or Fabric first asked for a preset. If this module is imported earlier, it uses
+the variant that is imported by then; if both are or neither is, it uses ``lightning`` if that is installed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ def check_package(name: str) -> None:
     """Raise ConfigError if ``name``, the package of the user's Trainer or Fabric, is not one that this process uses."""
     if name not in (pl.__name__, fabric.__name__):
         raise ConfigError(
-            f"strategy: expected a Trainer or a Fabric of {pl.__name__} and {fabric.__name__}, with which "
-            f"lightning_zero works in this process, got one of {name}. Use one of the two packages in a process; "
-            "where something else imports the other, make the Trainer with strategy='zero3' before you import names "
-            "from lightning_zero."
+            f"strategy: expected a Trainer or Fabric of {pl.__name__} and {fabric.__name__}, which lightning_zero uses "
+            f"in this process, got one of {name}. Import only one of the two packages in a process. If another library "
+            "imports the other one, create Trainer(strategy='zero3') before you import names from lightning_zero."
         )
 
 

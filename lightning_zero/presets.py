@@ -24,7 +24,7 @@ PRESETS: dict[str, Preset] = {
     "zero_auto": Preset("auto", "auto"),
 }
 
-# The same in a notebook, where processes are forked.
+# The same presets for a notebook, where processes are forked.
 PRESETS |= {f"{name}_notebook": preset._replace(start_method="fork") for name, preset in PRESETS.items()}
 
 # The package of Lightning whose Trainer or Fabric was the first to ask for a preset, if any has.

@@ -110,8 +110,9 @@ def _make_stepper(engine: Core, around_step: AroundStep, optimizer: Optimizer) -
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
         if engine.config.splits:
             raise ConfigError(
-                f"{engine.config.splits}: expected 1 with {type(optimizer).__name__}, which steps whole tensors. Take "
-                "an element-wise optimizer, such as AdamW; if this one is, set zero.optimizer.sharding=slices."
+                f"{engine.config.splits}: expected 1 with {type(optimizer).__name__}, which steps whole tensors. Use "
+                f"an element-wise optimizer, such as AdamW; if {type(optimizer).__name__} is element-wise, set "
+                "zero.optimizer.sharding=slices."
             )
         return WholeOptimizer(
             optimizer,

@@ -17,8 +17,8 @@ LAYERS += ["report", "app"]
 DOORS = {"train", "plan", "submit", "replay", "env", "__main__"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"settings": "settings", "presets": "settings", "sharding": "layerwise"} | dict.fromkeys(DOORS, "app")
-USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.instantiate"}
-USES_HYDRA |= {"app.sweep", "app.replay", "app.own_values", "app.unread", "report.compare"}
+USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.parts"}
+USES_HYDRA |= {"app.sweep", "app.replay", "app.unread", "report.compare"}
 MOST_REPLACED = 23  # methods of Lightning's that objects of a run override
 BELOW_LIGHTNING = LAYERS[: LAYERS.index("lightning_api")]
 # What the main job trains. Layers do not import it.

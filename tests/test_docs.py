@@ -24,7 +24,7 @@ import lightning_zero
 from lightning_zero.app.schema import register_schema
 from lightning_zero.presets import PRESETS
 from lightning_zero.settings import ZeroConfig
-from lightning_zero.settings.python import as_arguments
+from lightning_zero.settings.zero_config import as_arguments
 from tests.harness import ROOT, run_command
 from tests.structure import count_keys, modules, nodes
 

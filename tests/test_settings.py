@@ -112,7 +112,7 @@ def test_messages_name_arguments_to_callers_from_python(text: str, told: str) ->
     ({"stage": "ddp"}, "zero/stage: expected one of", "Write zero/stage=zero0."),
     ({"stall_timeout_s": float("nan")}, "zero.stall_timeout_s: expected a number", "nan"),
     ({"dynamic_graph": 1}, "zero.dynamic_graph: expected true or false", "1"),
-    ({"unit": {"clases": []}}, "zero.unit.clases", "Did you mean classes?"),
+    ({"unit": {"clases": []}}, "zero.unit.clases", "Write zero.unit.classes."),
 ])  # fmt: skip
 def test_a_bad_value_names_the_key_and_what_it_got(settings: dict[str, Any], key: str, got: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -19,7 +19,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero.settings import ConfigError, ZeroConfig
-from lightning_zero.settings.values import CONF
+from lightning_zero.settings.names import CONF
 
 ConfigStore.instance().store(group="zero", name="schema", node=ZeroConfig, provider="lightning_zero")
 

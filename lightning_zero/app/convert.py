@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.archive import Skeleton, add_up, archive_at, write_values
 from lightning_zero.checkpoint.hugging_face.export import write_extras
-from lightning_zero.checkpoint.hugging_face.files import Files, parse_dtype, written
-from lightning_zero.checkpoint.hugging_face.names import RECORD, alone, model_of, outgoing
+from lightning_zero.checkpoint.hugging_face.files import RECORD, Files, alone, model_of, outgoing, parse_dtype, written
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.engine.whole.state_dicts import versioned
 from lightning_zero.pretrained.stored import StoredTensor
@@ -45,7 +44,7 @@ def main(arguments: list[str]) -> int:
     options = dict(a.split("=", 1) for a in arguments if a not in paths)
     try:
         if len(paths) != 2 or not set(options) <= {"to", "dtype", "shard_size", "prefix"}:
-            raise ConfigError(f"convert: expected IN OUT to=..., got {' '.join(arguments)}. See convert --help.")
+            raise ConfigError(f"convert: expected IN OUT to=..., got {' '.join(arguments)}. Run convert --help.")
         convert(*paths, **options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # ImportError: s3fs, ... is missing
         print(f"error: {error}", file=sys.stderr)
@@ -67,21 +66,25 @@ def convert(
     OSError or RuntimeError, with file and cause, if reading or writing fails.
     """
     if to not in ("full", "sharded", "safetensors"):
-        raise ConfigError(f"convert: expected to=full|sharded|safetensors, got {to!r}. Give to=.")
+        raise ConfigError(f"convert: expected to=full|sharded|safetensors, got {to!r}. Change to=.")
     if to != "safetensors" and (shard_size or prefix is not None):
         raise ConfigError(f"convert: shard_size= and prefix= have no effect with to={to}. Drop them.")
     wanted, nbytes = parse_dtype("dtype", dtype), parse_bytes("shard_size", shard_size or "5GB")
     out = place(target)
     if os.path.lexists(target) or out.is_file() or out.is_dir():
-        raise ConfigError(f"convert: expected nothing at {target}, got something. Give another OUT, or remove it.")
+        raise ConfigError(
+            f"convert: expected an OUT that does not exist, got {target}, which exists. Change OUT, or remove {target}."
+        )
     folder = is_folder(source)
     if not folder and not place(source).is_file():
-        raise ConfigError(f"convert: expected a checkpoint, got {source}: there is nothing. Change IN.")
+        raise ConfigError(f"convert: expected a checkpoint, got {source}, which does not exist. Change IN.")
     checkpoint = read(source, None) if folder else load(ZeroCheckpointIO(), source, None)
     if MODULE not in checkpoint:
         raise ConfigError(f"convert: expected a checkpoint of Lightning, got {source}, which has no state_dict.")
     if wanted is not None and any(".quant_state.bitsandbytes__" in key for key in checkpoint[MODULE]):
-        raise ConfigError(f"convert: expected no dtype= for {source}, whose 4-bit weights are bytes. Drop dtype=.")
+        raise ConfigError(
+            f"convert: expected no dtype= for {source}, which has 4-bit weights, stored as bytes. Drop dtype=."
+        )
     for top in {MODULE, "current_model_state", OPTIMIZERS} & set(checkpoint):  # the second: Lightning's averages
         checkpoint[top] = _stored(checkpoint[top], wanted if top != OPTIMIZERS else None)
     if to == "safetensors":
@@ -145,7 +148,8 @@ def _to_safetensors(checkpoint: dict[str, Any], target: Place, shard_nbytes: int
     own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
     if not own:
         raise ConfigError(
-            f"convert: no name, as {next(iter(state), '')}, begins with prefix={prefix!r}. Change prefix=."
+            f"convert: expected names that begin with prefix={prefix!r}, got names such as {next(iter(state), '')!r}. "
+            "Change prefix=."
         )
     metas = {value: torch.empty(value.shape, dtype=value.dtype, device="meta") for value in own.values()}
     like = {name: metas[value] for name, value in own.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from lightning_zero.app.schema import Task, TrainConfig
-from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
+from lightning_zero.app.slurm import ClusterConfig, ClusterName
 from lightning_zero.app.sweep import overrides_of, quoted
 from lightning_zero.ranks.resume import job_name
 from lightning_zero.ranks.started_by import launched
@@ -32,7 +32,8 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raises ConfigError if it has others."""
+    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raises ConfigError if the user has set
+    others."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return
@@ -57,13 +58,13 @@ def _accelerator(cluster: ClusterConfig, asked: str) -> str:
         if asked not in GPU_ACCELERATORS:
             raise ConfigError(
                 f"trainer.accelerator: expected gpu with cluster.gpus_per_node={cluster.gpus_per_node}, got {asked}. "
-                "Drop trainer.accelerator, or give cluster.gpus_per_node=0 cluster.tasks_per_node=..."
+                "Drop trainer.accelerator, or set cluster.gpus_per_node=0 and cluster.tasks_per_node."
             )
         return "gpu"
     if asked not in ("auto", "cpu"):
         raise ConfigError(
             f"trainer.accelerator: expected cpu with cluster.gpus_per_node=0, got {asked}. Drop trainer.accelerator, "
-            "or give cluster.gpus_per_node."
+            "or set cluster.gpus_per_node."
         )
     return "cpu"
 
@@ -76,8 +77,8 @@ def check_inside(cluster: ClusterConfig) -> None:
     found = launched()
     if cluster.name is ClusterName.slurm and (found is None or found.by == "plain"):
         raise ConfigError(
-            "cluster=slurm: expected processes that srun has started inside a job, got none. Submit the run by python "
-            "-m lightning_zero.submit (a sweep by --multirun), or drop cluster=slurm."
+            "cluster=slurm: expected a process that srun has started in a job, got one outside of a job. Submit the "
+            "run with python -m lightning_zero.submit (a sweep with --multirun), or drop cluster=slurm."
         )
 
 
@@ -104,7 +105,7 @@ def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
     except OtherModelError as error:
         folders = Path(ckpt_path).absolute().parents[:2] if ckpt_path is not None else ()
         if had := next(filter(None, map(overrides_of, folders)), None):
-            error.args = (f"{error} That run had: {shlex.join(had)}",)
+            error.args = (f"{error} The run that wrote the checkpoint had: {shlex.join(had)}",)
         raise
     finally:
         del connector._parse_ckpt_path
@@ -154,13 +155,13 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
     given = [a for a in arguments if re.split(r"[=@]", a.lstrip("+"))[0] != "ckpt_path"]
     place = launched()
     if job_name() is not None or (place is not None and place.by != "plain"):
-        return f"start the same command again, with {shlex.quote(f'ckpt_path={quoted(path)}')}"
+        return f"start the same command again with {shlex.quote(f'ckpt_path={quoted(path)}')}"
     return shlex.join(["python", "-m", "lightning_zero.train", *given, f"ckpt_path={quoted(path)}"])
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
     """Return the checkpoint to resume from, equal on all ranks: a restarted job's newest, else ``config.ckpt_path``."""
-    from lightning_zero.trainer.saves.job_checkpoints import newest_of_job
+    from lightning_zero.trainer.saves.kept_files import newest_of_job
 
     folders = [folder for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))]
     found = newest_of_job(trainer, config.run_dir, folders)

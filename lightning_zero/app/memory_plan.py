@@ -7,18 +7,30 @@ import io
 import logging
 import os
 import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_zero.app.parts import PRECISION_ALIASES
 from lightning_zero.app.plan_model import describe_module, on_meta
-from lightning_zero.app.plan_picture import check_picture, draw
-from lightning_zero.app.plan_tables import Described, rates_line, show, title_of
+from lightning_zero.app.plan_output import (
+    WIDTH,
+    Described,
+    advice_lines,
+    auto_line,
+    check_picture,
+    draw,
+    legend,
+    rates_line,
+    tables_of,
+    title_of,
+)
 from lightning_zero.app.schema import MachineConfig, named_machine
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import UnitGroup
@@ -37,10 +49,10 @@ from lightning_zero.settings import (
     Precision,
     ZeroConfig,
     allowed_rows,
+    change,
     make_config,
-    nearest,
 )
-from lightning_zero.settings.values import kinds_of, positive
+from lightning_zero.settings.names import kinds_of, positive
 from lightning_zero.trainer.memory.activations import quiet
 from lightning_zero.trainer.memory.auto_row import batch_from
 from lightning_zero.trainer.memory.fake_module import meta_copy, states_of
@@ -106,8 +118,24 @@ class MemoryPlan:
 
     def show(self, file: Any = None) -> None:
         """Print the plan to ``file``, by default to stdout."""
-        rates = rates_line(self.rates, self.given_rates, shared=self.machine.shared)
-        show(self.described, self.machine, self.planned, self.advices, self.config, self.choice, rates, file)
+        width, described, machine = (
+            shutil.get_terminal_size((WIDTH, 0)).columns,
+            self.described,
+            self.machine,
+        )  # COLUMNS
+        console = Console(width=width, highlight=False, file=file)
+
+        def say(text: str) -> None:
+            lines = textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+            print(lines, file=file)
+
+        say(title_of(described.model, machine, described.precision))
+        for table in tables_of(self.planned, self.config, width):
+            console.print(table)
+        rates = rates_line(self.rates, self.given_rates, shared=machine.shared)
+        advice = advice_lines(machine, self.planned, self.advices)
+        for line in (*legend(described, self.planned), rates, *advice, auto_line(self.choice)):
+            say(line)
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -225,7 +253,9 @@ def plan_memory(
     """
     if optimizer_states is not None:
         positive("optimizer_states", optimizer_states, zero_ok=True)
-    rows = {"stage": stage, "offload": offload, "precision": _precision_name(precision)}
+    flag = PRECISION_ALIASES.get(str(precision), str(precision))
+    named = next((row.name for row in Precision if row.value == flag), precision)
+    rows = {"stage": stage, "offload": offload, "precision": named}
     zero = make_config(None, **{key: row for key, row in rows.items() if row is not None}, **settings)
     row = zero.precision.name or Precision.fp32
     asked = _machine_config(machine)
@@ -244,20 +274,14 @@ def plan_memory(
     return make_plan(described, find_machine(asked, zero), zero, asked.rates)
 
 
-def _precision_name(asked: Any) -> Any:
-    flag = PRECISION_ALIASES.get(str(asked), str(asked))
-    return next((row.name for row in Precision if row.value == flag), asked)
-
-
 def _machine_config(machine: str | Mapping[str, Any] | None) -> MachineConfig:
     given: dict[str, Any] = {"name": machine} if isinstance(machine, str) else dict(machine or {})
     name = given.pop("name", None)
     known = named_machine(name) if name is not None else {}
     if unknown := sorted(set(given) - (keys := set(kinds_of(MachineConfig)))):
-        close = nearest(unknown[0], keys)
         raise ConfigError(
-            f"machine: expected name, {', '.join(sorted(keys))}, got {unknown[0]!r}."
-            f"{f' Did you mean {close!r}?' if close else ''}"
+            f"machine: expected name, {', '.join(sorted(keys))}, got {unknown[0]!r}. "
+            f"{change('machine.', unknown[0], keys)}"
         )
     rates = dict(known.get("rates") or {}) | dict(given.get("rates") or {})
     return MachineConfig(**known | given | {"rates": rates})
@@ -266,7 +290,7 @@ def _machine_config(machine: str | Mapping[str, Any] | None) -> MachineConfig:
 def _built(module: nn.Module | Callable[[], nn.Module], precision: Precision) -> nn.Module:
     """Return the module with what ``configure_model`` adds: on meta, unless it was there already."""
     if isinstance(module, nn.Module) and engine_of(module) is not None:
-        raise ConfigError("plan_memory: expected a module that is not sharded yet, got one after a run. Make another.")
+        raise ConfigError("plan_memory: expected a module that is not sharded, got one after a run. Pass a new module.")
     if isinstance(module, nn.Module) and not _configures(module):
         return module
 

@@ -19,8 +19,7 @@ from lightning_zero.app import train
 from lightning_zero.app.jobs import GPU_ACCELERATORS, fit_trainer
 from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.parts import check_packages
-from lightning_zero.app.plan_picture import check_picture
-from lightning_zero.app.plan_tables import TIER_NAMES, is_chosen
+from lightning_zero.app.plan_output import TIER_NAMES, check_picture, is_chosen
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.choose import Choice
@@ -28,7 +27,7 @@ from lightning_zero.planning.fit import Advice, Row
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
 from lightning_zero.settings import ZeroConfig
-from lightning_zero.settings.values import positive
+from lightning_zero.settings.names import positive
 
 if TYPE_CHECKING:
     from lightning_zero.app.memory_plan import MemoryPlan

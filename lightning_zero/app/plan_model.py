@@ -24,7 +24,7 @@ from lightning_zero.app.parts import (
     build_model,
     build_optimizer,
 )
-from lightning_zero.app.plan_tables import Described
+from lightning_zero.app.plan_output import Described
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.engine.torch_modes import default_dtype
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup, describe_units
@@ -38,8 +38,7 @@ from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.settings import ConfigError, Precision, Recompute, Sharding, ZeroConfig, for_layout, make_config
 from lightning_zero.trainer.memory.activations import NotMeasured, measure, measure_sizes
 from lightning_zero.trainer.memory.auto_row import batch_from, planned_model
-from lightning_zero.trainer.memory.fake_module import parameters_on_meta
-from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
+from lightning_zero.trainer.memory.fake_module import UnknownStateError, parameters_on_meta, planned_states
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,7 +1,7 @@
 """Run steps of an earlier run again, and name the first step and unit whose values differ.
 
-The run must have written ``fingerprints.csv`` (``zero.fingerprint=n``). Settings that follow replace those of the run:
-other stages, tiers and machines should give the same numbers, but for the order of sums over ranks.
+The run must have written ``fingerprints.csv`` (``zero.fingerprint=n``). Settings on the command line replace those of
+the run: other stages, tiers and machines should give the same numbers, except for the order of sums over ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from omegaconf import OmegaConf
 
 from lightning_zero.app.sweep import quoted
-from lightning_zero.trainer.fingerprints import COLUMNS, FILE
+from lightning_zero.trainer.steps import COLUMNS, FILE
 
 Fingerprints = Mapping[int, Mapping[str, tuple[str, ...]]]  # by step and unit
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="the folder of a run, with fingerprints.csv")
     parser.add_argument("--from", dest="checkpoint", type=Path, required=True, help="a checkpoint of the run")
     parser.add_argument("--steps", type=int, required=True, help="number of steps to run again")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="in the place of the run's settings")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace those of the run")
     given = parser.parse_intermixed_args()
     if given.steps < 1:
         parser.error(f"--steps: expected a number >= 1, got {given.steps}. Change --steps.")
@@ -79,7 +79,7 @@ def main() -> None:
     )
     for path, what in needed:
         if not path.exists():
-            parser.exit(2, f"error: {path}: expected what replay compares, got nothing there. Change {what}.\n")
+            parser.exit(2, f"error: {path}: expected a file that replay reads, got none. Change {what}.\n")
     folder = next(p for n in range(1, 10**6) if not (p := given.run.resolve() / f"replay-{n}").exists())
     overrides = list(OmegaConf.load(settings))
     kept = [o for o in overrides if o.lstrip("+").split("=")[0] not in ("ckpt_path", "run_dir")]
@@ -87,7 +87,7 @@ def main() -> None:
     places = [f"ckpt_path={quoted(str(given.checkpoint.resolve()))}", f"hydra.run.dir={quoted(str(folder))}"]
     command = [sys.executable, "-m", "lightning_zero.train", *kept, *given.settings, stop, *places]
     if (code := subprocess.run(command).returncode) != 0:
-        parser.exit(code, "error: the run did not end: its own message is above.\n")
+        parser.exit(code, "error: the run failed: see its message above.\n")
     difference, equal = compare(read(given.run / FILE), read(folder / FILE))
     if difference is not None:
         parser.exit(1, f"{equal} steps are equal; {difference}\n")

@@ -11,10 +11,11 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import BooleanNode, IntegerNode, OmegaConf, StringNode
 
-from lightning_zero.app.slurm.cluster import ClusterConfig
+from lightning_zero.app.slurm import ClusterConfig
 from lightning_zero.planning.speed import Rates
 from lightning_zero.ranks.resume import job_name
-from lightning_zero.settings import ConfigError, ZeroConfig, nearest, parse_bytes
+from lightning_zero.settings import ConfigError, ZeroConfig, change, parse_bytes
+from lightning_zero.settings.names import positive
 
 TRAIN_SCHEMA = "lightning_zero_train"
 PLAN_SCHEMA = "lightning_zero_plan"
@@ -89,15 +90,15 @@ class MachineConfig:
         for name, value in self.rates.items():
             key = f"machine.rates.{name}"
             if name not in RATES:
-                raise ConfigError(f"{key}: no such rate; there are {', '.join(RATES)}. Drop {key}.")
+                raise ConfigError(
+                    f"{key}: no such rate; there are {', '.join(RATES)}. {change('machine.rates.', name, RATES)}"
+                )
             if value is not None:
                 self.rates[name] = value if isinstance(value, float) else float(parse_bytes(key, value))
-                if not self.rates[name] > 0:
-                    raise ConfigError(f"{key}: expected a number > 0, got {value!r}. Change {key}.")
+                positive(key, self.rates[name])
         for key in ("gpus", "nodes"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"machine.{key}: expected a number > 0, got {value}. Change machine.{key}.")
+            if (value := getattr(self, key)) is not None:
+                positive(f"machine.{key}", value)
         for key in ("gpu_memory", "host_memory", "nvme"):
             value = getattr(self, key)
             if value is not None:
@@ -109,10 +110,9 @@ def named_machine(name: str) -> dict[str, Any]:
     folder = resources.files("lightning_zero.conf") / "app" / "machine"
     known = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir())
     if name not in known:
-        close = nearest(str(name), known)
         raise ConfigError(
-            f"machine: expected one of {', '.join(known)}, or a mapping of what it has, got {name!r}."
-            f"{f' Did you mean {close!r}?' if close else ''}"
+            f"machine: expected one of {', '.join(known)}, or a mapping of its memory and numbers of GPUs and nodes, "
+            f"got {name!r}. {change('machine=', str(name), known, 'machine')}"
         )
     found: Any = OmegaConf.to_container(OmegaConf.create((folder / f"{name}.yaml").read_text()))
     return dict(found)

@@ -23,14 +23,13 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.app import train
+from lightning_zero.app import slurm, train
 from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.parts import agreed_precision, build_data, check_data, check_packages
-from lightning_zero.app.plan_tables import advice_lines, after_run_line, short_bytes
+from lightning_zero.app.plan_output import advice_lines, after_run_line, short_bytes
 from lightning_zero.app.schema import MachineConfig, TrainConfig
-from lightning_zero.app.slurm import script
-from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
+from lightning_zero.app.slurm import ClusterConfig, ClusterName
 from lightning_zero.planning.choose import choose_row
 from lightning_zero.planning.fit import Advice, Machine, advise, plan_row
 from lightning_zero.planning.placement import Tier
@@ -46,15 +45,15 @@ from lightning_zero.settings import (
 )
 
 EXTRA_KEYS = ("machine", "dry_run")
-PLENTY = 2**60  # bytes that stand for a memory of unknown size
+PLENTY = 2**60  # bytes to assume for a memory of unknown size
 RUN_DIR_KEY = "hydra.run.dir="
-# What has an effect on a job of a command of the user's own.
+# Keys that have an effect on a job that runs the user's own command.
 OWN_KEYS = r"cluster(\.(?!python$).*)?|machine(\.(gpus|nodes))?|dry_run|hydra\.mode"
 LAUNCHERS = ("srun", "torchrun", "mpirun", "mpiexec")
 
 NO_CPUS = (
     "cluster.cpus_per_task is not set: unless the site has another default, SLURM gives each rank one core, which its "
-    "data loader workers, offloaded steps and messages share. Give cluster.cpus_per_task."
+    "data loader workers, offloaded steps and messages share. Set cluster.cpus_per_task."
 )
 # Words in errors of sbatch, and the key to change.
 REFUSALS = {
@@ -141,7 +140,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         candidates = [(stage, row.name, row) for stage, row in candidate_rows(config.zero)]
         choice = choose_row(model, machine, candidates, CPU_RATES if machine.shared else GPU_RATES)
         after = after_run_line(model, [choice.row])
-        return f"{choice.rows}, if activations leave room for it: {choice.reason}. {after}"
+        return f"{choice.rows}, if there is enough memory for activations too: {choice.reason}. {after}"
     chosen = plan_row(model, config.zero.stage.name, settings.name, machine, settings)
     if not chosen.fits:
         rows = [
@@ -150,7 +149,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         advice: Advice = advise(model, chosen, machine, settings, rows)
         raise ConfigError(
             f"the run does not fit into the memory of machine.*: {advice_lines(machine, [chosen], [advice])[0]}. "
-            "Change cluster.nodes or zero/offload, or correct machine.*; python -m lightning_zero.plan shows all."
+            "Change cluster.nodes, zero/offload or machine.*; python -m lightning_zero.plan shows all possible choices."
         )
     tiers: tuple[tuple[str, int, int], ...] = (
         ("each GPU", chosen.per_rank[Tier.device], machine.gpu_memory),
@@ -165,7 +164,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         if need
     ]
     unknown = any(need and there == PLENTY for _, need, there in tiers)
-    hint = "; machine=... or machine.* would be checked" if unknown else ""
+    hint = "; set machine=... or machine.* to check the memory" if unknown else ""
     return f"memory without activations: {', '.join(parts)}{hint}. {after_run_line(model, [chosen])}"
 
 
@@ -178,13 +177,13 @@ def check_command(command: Sequence[str], cluster: ClusterConfig) -> None:
         if not re.fullmatch(OWN_KEYS, key):
             raise ConfigError(
                 f"{key} has no effect on a command after --: expected cluster.*, machine.gpus, machine.nodes, dry_run "
-                f"or hydra.run.dir before it, got {override}. Drop {key}, or give it to the command."
+                f"or hydra.run.dir before --, got {override}. Drop {key}, or pass {key} to the command."
             )
     if not command or Path(command[0]).name in LAUNCHERS:
         got = command[0] if command else "nothing"
         raise ConfigError(
-            f"--: expected a command that srun starts {cluster.tasks} time(s) on each node, once for each rank, such "
-            f"as python train.py, got {got}. Change what follows --."
+            f"--: expected a command that srun can start {cluster.tasks} time(s) on each node, once for each rank, "
+            f"such as python train.py, got {got}. Change the command after --."
         )
 
 
@@ -211,7 +210,7 @@ def submit(text: str) -> str:
     except OSError as error:
         raise ConfigError(
             f"sbatch: expected the command on PATH, got: {error.strerror}. Submit from a machine of the cluster, or "
-            "give dry_run=true to see the script."
+            "set dry_run=true to print the script."
         ) from None
     if done.returncode:
         answer = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
@@ -233,7 +232,7 @@ def run(
     and, unless ``dry_run``, submit it."""
     cluster = config.cluster
     if cluster.name is ClusterName.none:
-        raise ConfigError("cluster: expected a cluster to submit to, got none. Give cluster=slurm.")
+        raise ConfigError("cluster: expected a cluster to submit to, got none. Set cluster=slurm.")
     if own:
         check_command(arguments, cluster)
         machine_of(cluster, asked)
@@ -244,16 +243,16 @@ def run(
         said = [check_memory(config, asked)]
     if cluster.cpus_per_task is None and not any("--cpus-per" in option for option in cluster.sbatch):
         said.append(NO_CPUS)
-    text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=run_dir, own=own)
-    os.makedirs(os.path.dirname(script.log_path(run_dir)), exist_ok=True)  # SLURM does not; the job would die silently
+    text = slurm.script(cluster, arguments, folder=Path.cwd(), run_dir=run_dir, own=own)
+    os.makedirs(os.path.dirname(slurm.log_path(run_dir)), exist_ok=True)  # SLURM does not; the job would die silently
     if dry_run:
         print(text, end="")
         print(*said, "not submitted: dry_run=true", sep="\n", file=sys.stderr)
         return
     print(text, *said, sep="\n")
     job = submit(text)
-    folder = run_dir or script.RUN_DIR.replace("$SLURM_JOB_ID", job)
-    print(f"job: {job}\nrun folder: {folder}\nlog: {script.log_path(run_dir, job)}", flush=True)
+    folder = run_dir or slurm.RUN_DIR.replace("$SLURM_JOB_ID", job)
+    print(f"job: {job}\nrun folder: {folder}\nlog: {slurm.log_path(run_dir, job)}", flush=True)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf.app", config_name="submit")
@@ -288,8 +287,8 @@ def main() -> None:
     sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith(RUN_DIR_KEY)]
     if {"-m", "--multirun"} & set(sys.argv[1:]):
         print(
-            "error: --multirun: submit takes one run. Sweep by python -m lightning_zero.train --multirun "
-            "cluster=slurm ...",
+            "error: --multirun: expected one run, got a sweep. Start sweeps with python -m lightning_zero.train "
+            "--multirun cluster=slurm ...",
             file=sys.stderr,
         )
         raise SystemExit(2)

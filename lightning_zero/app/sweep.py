@@ -25,8 +25,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_zero.app.slurm import script
-from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
+from lightning_zero.app import slurm
+from lightning_zero.app.slurm import ClusterConfig, ClusterName
 from lightning_zero.settings import ConfigError
 
 RESULTS = "results.json"  # written by report/results.py
@@ -41,13 +41,13 @@ def check_packages(arguments: Sequence[str]) -> None:
     wants_optuna = asked & {"hparams_search=optuna", "hydra/sweeper=optuna"}
     if wants_optuna and importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
         raise ConfigError(
-            "hparams_search=optuna: expected the package hydra-optuna-sweeper, which is not installed. pip install "
+            "hparams_search=optuna: expected the package hydra-optuna-sweeper, which is not installed. Run pip install "
             "'lightning-zero[search]', or choose hparams_search=grid."
         )
     if launcher := next((a for a in asked if a.startswith("hydra/launcher=submitit")), None):
         raise ConfigError(
-            f"{launcher}: expected our own launcher, which submits each run of a sweep where cluster=slurm. Drop "
-            f"{launcher}."
+            f"{launcher}: expected the launcher of this package, which submits each run of a sweep with cluster=slurm. "
+            f"Drop {launcher}."
         )
 
 
@@ -60,13 +60,13 @@ def job_arguments(overrides: Sequence[str], hydra_overrides: Sequence[str]) -> l
 def submit_job(cluster: ClusterConfig, arguments: Sequence[str], folder: Path) -> subprocess.Popen[str]:
     """Submit a job to SLURM. Return the sbatch process, which waits for the job and exits with the job's exit code.
     Raise ConfigError if there is no sbatch."""
-    text = script.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
+    text = slurm.script(cluster, arguments, folder=Path.cwd(), run_dir=str(folder))
     try:
         process = subprocess.Popen(["sbatch", "--parsable", "--wait"], stdin=subprocess.PIPE, text=True)
     except OSError as error:
         raise ConfigError(
-            f"sbatch: expected the command on PATH, got: {error.strerror}. Sweep from a machine of the cluster, or "
-            "drop cluster=slurm."
+            f"sbatch: expected the command on PATH, got: {error.strerror}. Start the sweep on a machine of the "
+            "cluster, or drop cluster=slurm."
         ) from None
     assert process.stdin is not None
     with process.stdin as stdin:

@@ -27,7 +27,7 @@ from lightning_zero.ranks.rendezvous import versions
 from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.report import results
 from lightning_zero.report.record import Record, of_rank
-from lightning_zero.settings import ConfigError, nearest
+from lightning_zero.settings import ConfigError, change
 from lightning_zero.trainer.callbacks.monitor import batches_at_once
 from lightning_zero.trainer.strategy import ZeroStrategy
 from lightning_zero.trainer.summary import setup_of
@@ -68,7 +68,7 @@ def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
     known, there = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
     if isinstance(known, int) and isinstance(there, int) and known < there:
         raise ConfigError(
-            f"model: expected a vocabulary of at least {there} tokens, which the data has, got {known}. Change "
+            f"model.vocab_size: expected at least {there}, the number of tokens of the data, got {known}. Change "
             "model.vocab_size (model.config.vocab_size of a model of transformers), or data.tokenizer."
         )
 
@@ -122,11 +122,10 @@ class LastValidation(Callback):
 def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
     """Raise ConfigError if ``wanted``, the metric that a sweep optimizes, is not in ``found``, the logged metrics."""
     if wanted is not None and wanted not in found:
-        close = nearest(wanted, found)
         raise ConfigError(
             f"optimized_metric: expected a metric that validation (or the task) logs, one of "
             f"{', '.join(sorted(found)) or '(nothing was logged)'}, got {wanted!r}. "
-            f"{f'Write optimized_metric={close}' if close else 'Change optimized_metric'}."
+            f"{change('optimized_metric=', wanted, found, 'optimized_metric')}"
         )
 
 
@@ -184,7 +183,11 @@ def _report(
     folder, finished = Path(config.run_dir), status == "finished"
     checkpoint, best = _checkpoints(trainer, folder, begun) if config.task is Task.fit else (config.ckpt_path, None)
     if config.task is Task.fit and finished:
-        at_end = ": no step was left; raise trainer.max_steps (or max_epochs)" if trainer.fit_loop.restarting else ""
+        at_end = (
+            ": all steps were done before; raise trainer.max_steps (or max_epochs)"
+            if trainer.fit_loop.restarting
+            else ""
+        )
         print(f"checkpoint: {checkpoint or f'none was written{at_end}'}{f', best: {best}' if best else ''}")
     if finished:
         print(f"logs: {os.path.relpath(folder)}")

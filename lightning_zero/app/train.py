@@ -26,7 +26,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_zero.app import sweep
-from lightning_zero.app.instantiate import build, build_all
 from lightning_zero.app.jobs import (
     check_inside,
     check_saves,
@@ -36,13 +35,22 @@ from lightning_zero.app.jobs import (
     make_folders,
     slurm_plugins,
 )
-from lightning_zero.app.overrides import FULL_ERROR, check_keys, explain, explain_flag, hydra_prints, hydra_raises
-from lightning_zero.app.own_values import drop_values_of_ours
-from lightning_zero.app.own_values import explicit_keys as explicit_keys
+from lightning_zero.app.overrides import (
+    FULL_ERROR,
+    check_keys,
+    drop_values_of_ours,
+    explain,
+    explain_flag,
+    hydra_prints,
+    hydra_raises,
+)
+from lightning_zero.app.overrides import explicit_keys as explicit_keys
 from lightning_zero.app.parts import (
     OUR_DATA,
     TEXT_DATA,
     agreed_precision,
+    build,
+    build_all,
     build_data,
     build_loggers,
     build_model,
@@ -95,7 +103,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
 
     from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
     from lightning_zero.report.record import Record
-    from lightning_zero.trainer.allocation import check_srun
+    from lightning_zero.trainer.processes import check_srun
     from lightning_zero.trainer.saves.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
 
@@ -110,7 +118,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     if config.task is Task.predict:
         callbacks.append(WritePredictions(Path(config.run_dir, "predictions")))
     for key, kind in (("enable_progress_bar", ProgressBar), ("enable_checkpointing", Checkpoint)):
-        if values.get(key) is False:  # Lightning refuses a callback beside its disabled switch; the switch wins
+        if values.get(key) is False:  # Lightning raises if the switch is off and such a callback is given
             callbacks = [c for c in callbacks if not isinstance(c, kind)]
     ours = {
         "strategy": ZeroStrategy(config=config.zero),
@@ -132,8 +140,8 @@ def check_launch(trainer: Trainer) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN and starts_processes:
         raise ConfigError(
             f"--multirun: expected jobs of one process, or processes started from outside, got {trainer.world_size} "
-            "processes that Lightning would start for each job (each would run the whole sweep again). Drop "
-            "hydra/launcher=basic, or give trainer.devices=1."
+            "processes that Lightning would start for each job (each process would run the whole sweep again). Drop "
+            "hydra/launcher=basic, or set trainer.devices=1."
         )
 
 
@@ -164,20 +172,20 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
 
 def check_checkpoint(path: str | None) -> None:
     if path is not None and "://" not in path and not os.path.exists(path):
-        raise ConfigError(f"ckpt_path: expected a checkpoint, got {path!r}: there is nothing. Change ckpt_path.")
+        raise ConfigError(f"ckpt_path: expected a checkpoint, got {path!r}, which does not exist. Change ckpt_path.")
 
 
 def check_task(config: TrainConfig) -> None:
     """Raise ConfigError if the task would evaluate untrained weights, or is ``predict`` while a metric is optimized."""
     if config.task is not Task.fit and config.ckpt_path is None and config.zero.init_from is None:
         raise ConfigError(
-            f"ckpt_path: expected a checkpoint for task={config.task.value}, got none. Set ckpt_path, or give "
-            "model=hf the folder of a model."
+            f"ckpt_path: expected a checkpoint for task={config.task.value}, got none. Set ckpt_path, or set model=hf "
+            "and model.path to the folder of a trained model."
         )
     if config.task is Task.predict and config.optimized_metric is not None:
         raise ConfigError(
-            f"optimized_metric: expected none for task=predict, which logs nothing, got {config.optimized_metric!r}. "
-            "Drop optimized_metric, or choose task=test."
+            "optimized_metric: expected none for task=predict, which logs no metrics, got "
+            f"{config.optimized_metric!r}. Drop optimized_metric, or choose task=test."
         )
 
 
@@ -194,7 +202,7 @@ def batches_explained(model: LightningModule, data: LightningDataModule) -> Iter
         if foreign and type(data) is TextData and type(model) is not LitGPT and fails_in(model, error):
             error.add_note(
                 f"A batch of data._target_={TEXT_DATA}, the default, is {data.batch}. If {type(model).__qualname__} "
-                "expects other batches, give data._target_= a LightningDataModule of your own."
+                "expects other batches, set data._target_ to a LightningDataModule of your own."
             )
         raise
 
@@ -214,7 +222,7 @@ def run(config: TrainConfig) -> float | None:
     check_checkpoint(config.ckpt_path)
     check_task(config)
     check_saves(config, explicit)
-    os.environ.pop(RUN_DIR_VARIABLE, None)  # of a job by submit -- python -m lightning_zero.train; a run has its own
+    os.environ.pop(RUN_DIR_VARIABLE, None)  # set by submit -- python -m lightning_zero.train; a run has its own folder
     # Checks that need no torch, whose import takes seconds.
     agreed_precision(config)
     check_packages(config, "model", "data")
@@ -311,7 +319,7 @@ def refusals() -> Iterator[None]:
     except ConfigError as error:
         _refuse(str(error), final=type(error) is ConfigError)  # else ranks are missing; a requeued job may have them
     except MissingMandatoryValue as error:  # "???" in a user's file
-        _refuse(f"{error.full_key}: expected a value, got none. Give {error.full_key}=...")
+        _refuse(f"{error.full_key}: expected a value, got none. Set {error.full_key}.")
     except OmegaConfBaseException as error:
         if isinstance(error.__cause__, ConfigError):
             _refuse(str(error.__cause__))

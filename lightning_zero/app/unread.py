@@ -36,10 +36,10 @@ def check_read(job: Any) -> None:
     key, value = unread or next(iter(asked.items()))
     raise ConfigError(
         f"{key}={value}: expected a strategy that reads the group zero, which this Hydra app has composed, got "
-        f"{'one with other settings' if made else 'none'} when a Trainer or Fabric was made. Make the strategy of the "
-        "group: +zero/into=trainer sets trainer.strategy, +zero/into=strategy sets strategy, and a program of its own "
-        "passes ZeroStrategy(config=OmegaConf.to_object(cfg.zero)) before other Trainers are made. Else drop "
-        f"{key}, or give ~zero."
+        f"{'one with other settings' if made else 'none'} when a Trainer or Fabric was created. Create the strategy "
+        "from the group (+zero/into=trainer sets trainer.strategy, +zero/into=strategy sets strategy; in Python, "
+        f"create ZeroStrategy(config=OmegaConf.to_object(cfg.zero)) before other Trainers), or drop {key}, or pass "
+        "~zero."
     )
 
 

@@ -252,9 +252,11 @@ def _records_of(file: BinaryIO) -> list[Record]:
             archive.open(info).close()  # compares the table with the header before the record
             compressed = info.compress_type or info.compress_size != info.file_size
             if compressed or info.flag_bits & ~_FLAGS or info.external_attr & _FOLDER:  # torch reads no values from it
-                raise zipfile.BadZipFile(f"its table of records says of {info.filename} what torch.save does not")
+                raise zipfile.BadZipFile(
+                    f"its table of records has an entry for {info.filename} unlike those of torch.save"
+                )
     file.seek(0)  # torch starts at the current position
     reader = cast(Any, torch._C.PyTorchFileReader)(file)
     if sorted(reader.get_all_records()) != sorted(infos):
-        raise zipfile.BadZipFile("its table of records names some twice, or others than torch finds")
+        raise zipfile.BadZipFile("its table of records has names twice, or other names than torch finds")
     return [Record(name, reader.get_record_offset(name), info.file_size, info.CRC) for name, info in infos.items()]

@@ -36,7 +36,7 @@ from lightning_zero.tiers.claims import LOCKS
 
 REST_S = 3600.0
 _PART = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.\d+-\d+\.(?P<kind>part|old)")
-_ROOM, _PLACE = "Free some space, or save to another disk.", "Save to a folder that can be written."
+_ROOM, _PLACE = "Free some space, or save to another disk.", "Save to a folder in which this process can write."
 _WAYS_OUT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), _PLACE),

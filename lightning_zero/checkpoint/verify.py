@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
         try:
             found = check(path)
         except Exception as error:  # whatever it is, the checkpoint would not load
-            print(f"{path}: no checkpoint of torch.save, or not whole: {type(error).__name__}: {error}")
+            print(f"{path}: not a whole checkpoint of torch.save: {type(error).__name__}: {error}")
             worst = 1
             continue
         if found.damage:
@@ -110,5 +110,5 @@ def main(arguments: list[str]) -> int:
             print(f"{path}: damaged: {', '.join(found.damage)}")
         else:
             rest = f"; {found.unknown:,} have no checksum" if found.unknown else ""
-            print(f"{path}: {found.checked:,} bytes are as they were written{rest}")
+            print(f"{path}: {found.checked:,} bytes agree with their checksums{rest}")
     return worst

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_zero.data.resumable import LanguageData
 from lightning_zero.data.sources import find_sources
-from lightning_zero.data.text import check_enough, check_whole_number
+from lightning_zero.data.text import check_enough
 from lightning_zero.settings import ConfigError, check_installed
 
 Encode = Callable[[list[str]], list[list[int]]]
@@ -43,11 +43,8 @@ class DatasetText(LanguageData):
         split_seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
-        for key, value in {"block_size": block_size, "batch_size": batch_size}.items():
-            check_whole_number(key, value, 1)
-        self.column, self.block_size, self.batch_size, self.num_workers = column, block_size, batch_size, num_workers
-        self.val_fraction, self.split_seed = val_fraction, split_seed
+        super().__init__(block_size, batch_size, num_workers)
+        self.column, self.val_fraction, self.split_seed = column, val_fraction, split_seed
         found = (_bytes, 256, "bytes") if tokenizer is None else _tokenizer(tokenizer)
         self.encode, self.vocab_size, self._key = found
         self.dataset = _load(path, split)
@@ -84,9 +81,8 @@ class DatasetText(LanguageData):
     def setup(self, stage: str) -> None:
         pieces = self._pieces()
         count = len(pieces)
-        world_size = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) if self.trainer else 1
-        n_val = max(1, round(count * self.val_fraction))
-        check_enough(count - n_val, self.batch_size * world_size, self.block_size, f"{len(self.dataset)} documents")
+        n_val, needed = max(1, round(count * self.val_fraction)), self.batch_size * self.n_replicas
+        check_enough(count - n_val, needed, self.block_size, f"{len(self.dataset)} documents")
         self.bytes_per_token = sum(pieces["bytes_per_token"]) / count
         parts = pieces.with_format("torch", columns=["tokens"]).train_test_split(n_val, seed=self.split_seed)
         self.train_data, self.val_data = parts["train"], parts["test"]

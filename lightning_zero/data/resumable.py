@@ -1,6 +1,6 @@
 """Load batches for all data modules. A training loader can continue in the middle of an epoch, also with another number
-of ranks or batch size. Items that do not fill a step of the new size, fewer than one step takes, are left out of that
-epoch, as ``drop_last`` leaves out its last ones.
+of ranks or batch size. Items that do not fill a step of the new size are left out of that epoch, as ``drop_last``
+leaves out the last items of an epoch.
 
 Seed and epoch alone determine one order of items for all ranks. The ranks take its items in turns::
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_zero.device.cuda import gpu_count
-from lightning_zero.settings import ConfigError
+from lightning_zero.settings import ConfigError, check_whole_number
 
 
 class ShuffledFrom(DistributedSampler[Any]):
@@ -55,16 +55,20 @@ class ShuffledFrom(DistributedSampler[Any]):
 class ResumableLoader(DataLoader[Tensor]):
     """A DataLoader whose position Lightning's checkpoints save: how many items of the epoch all ranks have done.
 
-    ``sampler``: that by which Lightning replaces ours if ``overfit_batches`` is set; no position is saved then.
+    ``sampler``: replaces the sampler of this class. Lightning passes one if ``overfit_batches`` is set; then no
+    position is saved.
     """
 
     def __init__(
         self, dataset: Any, batch_size: int, *, trainer: Trainer | None = None, sampler: Any = None, **options: Any
     ) -> None:
         self._trainer = trainer if sampler is None else None
-        self._resumed = -1, 0, 0  # where this run has begun: the epoch, its items done, the batches that stand for them
-        # Like Lightning's sampler: ranks that share a sequence get the same samples.
-        shares = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
+        self._resumed = (
+            -1,
+            0,
+            0,
+        )  # where this run has begun: the epoch, its finished items, the batches that count for these items
+        shares = _shares(trainer)
         sampler = sampler or ShuffledFrom(
             dataset,
             num_replicas=shares.get("num_replicas", 1),
@@ -79,8 +83,8 @@ class ResumableLoader(DataLoader[Tensor]):
         lengths = sorted({len(other) for other in beside if isinstance(other, ResumableLoader)})
         if len(lengths) > 1:
             raise ConfigError(
-                f"ckpt_path: expected training loaders of equal length, got {lengths} batches: their places in the "
-                "epoch are not known. Load the weights alone, and start a new run."
+                f"ckpt_path: expected training loaders of equal length, got loaders of {lengths} batches, whose places "
+                "in the epoch a checkpoint does not hold. Load only the weights of the checkpoint, and start a new run."
             )
 
     @property
@@ -121,6 +125,11 @@ class ResumableLoader(DataLoader[Tensor]):
             setattr(current, name, max(0, getattr(current, name) + shift))
 
 
+def _shares(trainer: Trainer | None) -> dict[str, Any]:
+    """Return DistributedSampler's arguments, with which ranks that share a sequence get the same samples."""
+    return (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
+
+
 def _processed(progress: Any) -> int:
     count: int = progress.current.processed
     return count
@@ -131,9 +140,18 @@ class LanguageData(LightningDataModule):
 
     train_data: Any
     val_data: Any
-    batch_size: int
-    num_workers: int
     collate: Any = None  # default: torch's
+
+    def __init__(self, block_size: int, batch_size: int, num_workers: int) -> None:
+        super().__init__()
+        self.block_size, self.batch_size, self.num_workers = block_size, batch_size, num_workers
+        for key, least in (("block_size", 1), ("batch_size", 1), ("num_workers", 0)):
+            check_whole_number(f"data.{key}", getattr(self, key), least)
+
+    @property
+    def n_replicas(self) -> int:
+        """Return how many batches all ranks take at once; 1 without a Trainer."""
+        return int(_shares(self.trainer).get("num_replicas", 1))
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         options = {"trainer": self.trainer, "drop_last": True, **self._options()}

@@ -27,7 +27,7 @@ def check_path(path: str | None) -> None:
     text = os.path.expanduser(path)
     if os.path.isfile(text) or os.path.isdir(text) or any(map(os.path.isfile, glob.iglob(text, recursive=True))):
         return
-    what = "the pattern matches no file" if glob.has_magic(text) else "there is nothing"
+    what = "the pattern matches no file" if glob.has_magic(text) else "it does not exist"
     raise ConfigError(
         f"data.path: expected a file, a folder or a glob of text, got {path!r}: {what} "
         f"(seen from {os.getcwd()}). Change data.path."
@@ -61,8 +61,8 @@ def _standard_library() -> list[Path]:
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise ConfigError(
-            f"data.path: the interpreter has no Python sources in {root}. "
-            "Give data.path=a file, folder or glob of text."
+            f"data.path: expected Python sources, the default text, in {root}, found none. Set data.path to a file, "
+            "folder or glob of text."
         )
     return files
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_zero.data.resumable import LanguageData
-from lightning_zero.data.text import check_whole_number
-from lightning_zero.settings import ConfigError
+from lightning_zero.settings import ConfigError, check_whole_number
 
 BRANCHES = 4  # tokens that may follow a token
 
@@ -62,14 +61,11 @@ class SyntheticData(LanguageData):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
-        sizes = {"vocab_size": vocab_size, "block_size": block_size, "batch_size": batch_size}
-        for key, value in (sizes | {"n_train": n_train, "n_val": n_val}).items():
-            check_whole_number(key, value, 1)
-        check_whole_number("seed", seed, 0)
-        check_whole_number("num_workers", num_workers, 0)
-        self.vocab_size, self.block_size, self.batch_size = vocab_size, block_size, batch_size
-        self.n_train, self.n_val, self.num_workers = n_train, n_val, num_workers
+        super().__init__(block_size, batch_size, num_workers)
+        for key, value in {"vocab_size": vocab_size, "n_train": n_train, "n_val": n_val}.items():
+            check_whole_number(f"data.{key}", value, 1)
+        check_whole_number("data.seed", seed, 0)
+        self.vocab_size, self.n_train, self.n_val = vocab_size, n_train, n_val
         self.train_data = Walks(n_train, n_val, block_size, vocab_size, seed)
         self.val_data = Walks(n_val, 0, block_size, vocab_size, seed)
 

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from lightning_zero.data.resumable import LanguageData
 from lightning_zero.data.sources import find_sources, open_source
-from lightning_zero.settings import ConfigError
+from lightning_zero.settings import ConfigError, check_whole_number
 
 SEGMENT_CHUNKS = 16
 MIN_SEGMENTS = 50  # short texts get shorter segments
@@ -82,29 +82,22 @@ class TextData(LanguageData):
         split_seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
-        check_whole_number("block_size", block_size, 1)
-        check_whole_number("batch_size", batch_size, 1)
-        check_whole_number("split_seed", split_seed, 0)
-        check_whole_number("num_workers", num_workers, 0)
+        super().__init__(block_size, batch_size, num_workers)
+        check_whole_number("data.split_seed", split_seed, 0)
         if isinstance(val_fraction, bool) or not isinstance(val_fraction, (int, float)) or not 0 < val_fraction < 1:
             raise ConfigError(
                 f"data.val_fraction: expected a number > 0 and < 1, got {val_fraction!r}. Change data.val_fraction."
             )
         if path is not None and not isinstance(path, str):
             raise ConfigError(f"data.path: expected text, got {path!r}. Change data.path.")
-        self.path = path
-        self.block_size = block_size
-        self.batch_size = batch_size
-        self.val_fraction = val_fraction
-        self.split_seed = split_seed
-        self.num_workers = num_workers
+        self.path, self.val_fraction, self.split_seed = path, val_fraction, split_seed
         self.sources = find_sources(path)
         self.n_tokens = sum(s.nbytes + 1 for s in self.sources)
         if self.n_tokens > MOST_NBYTES:
             raise ConfigError(
-                f"data.path: expected at most {MOST_NBYTES:,} bytes of text, which each process holds in memory, got "
-                f"{self.n_tokens:,}. Choose data=dataset, which keeps text on disk (data.tokenizer=null: bytes)."
+                f"data.path: expected at most {MOST_NBYTES:,} bytes of text, because each process holds all text in "
+                f"memory, got {self.n_tokens:,}. Choose data=dataset, which keeps text on disk (with "
+                "data.tokenizer=null each byte is a token)."
             )
         self.check(world_size=1)
 
@@ -133,14 +126,14 @@ class TextData(LanguageData):
                 joined += file.read() + b"\0"
         if len(joined) != self.n_tokens:
             raise ConfigError(
-                f"data.path: the files changed while they were read (expected {self.n_tokens} bytes, got "
-                f"{len(joined)}). Start again once they no longer change."
+                f"data.path: expected files that do not change while they are read, got {len(joined)} bytes instead of "
+                f"{self.n_tokens}. Start the run again when no program writes to the files."
             )
         return torch.frombuffer(joined, dtype=torch.uint8)
 
     def setup(self, stage: str) -> None:
         if self.trainer is not None:
-            self.check((self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+            self.check(self.n_replicas)
         split = self.split()
         self.train_data = Chunks(self.tokens, split.train, self.block_size)
         self.val_data = Chunks(self.tokens, split.val, self.block_size)
@@ -154,8 +147,3 @@ def check_enough(found: int, needed: int, block_size: int, where: str) -> None:
             f"{block_size} tokens), got {found} pieces from {where}. Give more text by data.path, or lower "
             "data.batch_size or data.block_size."
         )
-
-
-def check_whole_number(key: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"data.{key}: expected a whole number >= {least}, got {value!r}. Change data.{key}.")

@@ -1,9 +1,3 @@
-"""Fabric's strategy, on the same engine as the Trainer's.
-
-::
-
-    strategy        what Fabric asks of a strategy      module         what fabric.setup returns inside its wrapper
-    precision       backward, and the loss scale        checkpoints    fabric.save and fabric.load
-
-Code that both strategies share is in ``trainer``.
-"""
+"""Fabric's strategy, on the same engine as the Trainer's: ``strategy`` has the strategy, with fabric.save and
+fabric.load, its precision plugin, and the module inside the wrapper of fabric.setup. Code that both strategies share is
+in ``trainer``."""

@@ -20,8 +20,8 @@ def check_torchao(precision: PrecisionConfig) -> None:
     """Raise ConfigError if ``precision.float8`` needs torchao and it is not installed."""
     if precision.float8 is not Float8.none and importlib.util.find_spec("torchao") is None:
         raise ConfigError(
-            f"zero.precision.float8: {precision.float8.name} needs torchao, which is not installed. Install it (pip "
-            "install torchao, or lightning_zero[float8]), or choose zero/precision=bf16."
+            f"zero.precision.float8: {precision.float8.name} needs torchao, which is not installed. Run pip install "
+            "torchao (or lightning_zero[float8]), or choose zero/precision=bf16."
         )
 
 
@@ -59,9 +59,10 @@ def convert(module: nn.Module, precision: PrecisionConfig, device: torch.device)
     ]
     if not chosen:
         raise ConfigError(
-            f"zero.precision.float8: expected layers of nn.Linear whose sizes 16 divides{' and that gain' * on_gpu}, "
-            f"outside of zero.precision.float8_exclude={precision.float8_exclude}, got none in "
-            f"{type(module).__name__}. Change zero.precision.float8_exclude, or choose zero/precision=bf16."
+            "zero.precision.float8: expected layers of nn.Linear with sizes that are multiples of "
+            f"16{', large enough to be faster in float8' * on_gpu}, outside of "
+            f"zero.precision.float8_exclude={precision.float8_exclude}, got none in {type(module).__name__}. Change "
+            "zero.precision.float8_exclude, or choose zero/precision=bf16."
         )
     # Padded, as a product in the backward sums over the rows of the batch, of which GPUs take multiples of 16.
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not on_gpu, pad_inner_dim=True)

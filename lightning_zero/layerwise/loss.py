@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.engine.engine import Engine, engines
+from lightning_zero.engine.engine import engines
 from lightning_zero.sequence.part import current
 from lightning_zero.settings import ConfigError
 
@@ -46,8 +46,8 @@ def chunked_loss(
     """
     if not isinstance(head, nn.Module):
         raise ConfigError(
-            f"chunked_loss: expected head to be a module, whose parameters are to have gradients, got a "
-            f"{type(head).__name__}. For a weight that is another module's, give a module that has the same parameter."
+            f"chunked_loss: expected head to be a module, because its parameters get gradients, got a "
+            f"{type(head).__name__}. For the weight of another module, pass a module that has the same parameter."
         )
     if reduction not in _REDUCTIONS:
         raise ConfigError(f"chunked_loss: expected reduction to be one of {', '.join(_REDUCTIONS)}, got {reduction!r}.")
@@ -60,7 +60,11 @@ def chunked_loss(
         raise ConfigError(f"chunked_loss: expected chunks to be a whole number > 0, got {chunks!r}.")
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     counts = wanted != ignore_index
-    of_tokens = _losses(head, loss or _cross_entropy(ignore_index), flat, wanted, chunks)
+    if loss is None:
+        loss = lambda logits, targets: F.cross_entropy(  # noqa: E731
+            logits.float(), targets, reduction="none", ignore_index=ignore_index
+        )
+    of_tokens = _losses(head, loss, flat, wanted, chunks)
     of_tokens = torch.where(counts, of_tokens, 0)  # a user's loss may not know ``ignore_index``
     if reduction == "none":
         return of_tokens.view(targets.shape)
@@ -69,18 +73,6 @@ def chunked_loss(
         return total
     part = current()
     return total / counts.sum() if part is None else part.mean_of(total, counts.sum(), total.dtype)
-
-
-def _engine_of(head: nn.Module) -> Engine | None:
-    params = list(head.parameters())
-    return next((engine for engine in engines() if any(engine.units.owns(param) for param in params)), None)
-
-
-def _cross_entropy(ignore_index: int) -> Loss:
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=ignore_index)
-
-    return loss
 
 
 def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
@@ -95,8 +87,10 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
 
     if count == 1:
         return function(hidden, targets)
-    if (engine := _engine_of(head)) is not None:
-        own = {id(param) for param in head.parameters()}  # their units, once gathered, stay until the pass ends
+    params = list(head.parameters())
+    engine = next((engine for engine in engines() if any(engine.units.owns(param) for param in params)), None)
+    if engine is not None:
+        own = {id(param) for param in params}  # units of these parameters stay gathered until the pass ends
         for unit in engine.units[1:]:
             if unit.reshards and any(id(info.param) in own for info in unit.infos):
                 unit.is_held = True

@@ -55,8 +55,8 @@ _log = logging.getLogger(__name__)
 
 MOST_ROUTES = 1000  # limit of the cache of routes
 _PARTIAL = (
-    "The step was partial: some tensors had been stepped when this was raised. Before training goes on, load the last "
-    "checkpoint."
+    "The step was partial: some tensors had been stepped when this error was raised. Load the last checkpoint before "
+    "you continue training."
 )
 
 
@@ -136,8 +136,8 @@ class WholeOptimizer(Stepper):
         if self.probed.untried and self._comm.rank == 0:
             shapes = ", ".join(map(str, sorted(self.probed.untried)))
             _log.warning(
-                "zero.optimizer.sharding: %s was not tried on tensors of these shapes: %s. They are too large, and it "
-                "is taken to step each by itself, as it does with smaller ones.",
+                "zero.optimizer.sharding: %s was not tried on tensors of these shapes, which are too large: %s. It is "
+                "assumed to step each of these tensors by itself, as it does with smaller ones.",
                 type(self.optimizer).__qualname__,
                 shapes,
             )
@@ -156,23 +156,23 @@ class WholeOptimizer(Stepper):
         kind, failed = type(self.optimizer).__qualname__, self.probed.failed
         if self.probed.couples:
             raise ConfigError(
-                f"zero.optimizer.sharding: what {kind} does to a tensor depends on the other tensors that it steps (a "
-                "norm over all of them, say), on random numbers, or on what it notes outside of its param "
-                "groups: tensors stepped together came out otherwise than each alone. Ranks step different "
-                "tensors at stages 1 to 3. Use an optimizer that steps each tensor by itself, or choose "
-                "zero/stage=zero0."
+                "zero.optimizer.sharding: expected an optimizer that steps each tensor by itself, because ranks step "
+                f"different tensors at stages 1 to 3, got {kind}: tensors that it stepped together got other values "
+                "than each alone. Its step depends on other tensors (by a norm over all of them, for example), on "
+                "random numbers, or on values that it keeps outside of its param groups. Use another optimizer, or "
+                "choose zero/stage=zero0."
             )
         if failed is not None and self.probed.apart and not self._unprobed:
             raise ConfigError(
-                f"zero.optimizer.sharding: expected a step that works on some of the tensors, got {kind}, whose step "
-                f"fails if a param group lists none: {type(failed).__name__}: {failed}. Ranks step different tensors "
-                "at stages 1 to 3. Let the step pass over empty param groups, or choose zero/stage=zero0."
+                f"zero.optimizer.sharding: expected a step that works with some of the tensors, because ranks step "
+                f"different tensors at stages 1 to 3, got {kind}, whose step fails if a param group is empty: "
+                f"{type(failed).__name__}: {failed}. Let the step skip empty param groups, or choose zero/stage=zero0."
             ) from failed
         if failed is not None and not self._unprobed:
             raise ConfigError(
-                f"zero.optimizer.sharding: {kind} could not be tried, to see if it steps each tensor by itself: "
-                f"{type(failed).__name__}: {failed}. If it does, set zero.optimizer.sharding=tensors; else choose "
-                "zero/stage=zero0."
+                f"zero.optimizer.sharding: {kind} failed in the trial step that shows whether it steps each tensor by "
+                f"itself: {type(failed).__name__}: {failed}. If it does, set zero.optimizer.sharding=tensors; "
+                "otherwise choose zero/stage=zero0."
             ) from failed
 
     def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """A small GPT, which ``lightning_zero.train`` trains by default.
 
-``GPT`` knows nothing of sharding, except that it asks for its tokens' positions in their sequence. The engine takes the
-blocks of its ``ModuleList`` as units.
+``GPT`` has no code for sharding; it only asks for the positions of its tokens in the whole sequence. Each block of its
+``ModuleList`` becomes a unit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
 from lightning_zero.sequence.part import current, sequence_positions
-from lightning_zero.settings import ConfigError
+from lightning_zero.settings import ConfigError, check_whole_number
 
 POSITIONS = ("learned", "rotary")
 ROTARY_BASE = 10_000.0
@@ -96,8 +96,7 @@ class GPT(nn.Module):
         super().__init__()
         sizes = {"vocab_size": vocab_size, "n_layer": n_layer, "n_head": n_head, "d_model": d_model}
         for key, value in (sizes | {"block_size": block_size}).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"model.{key}: expected a whole number > 0, got {value!r}. Change model.{key}.")
+            check_whole_number(f"model.{key}", value, 1)
         if d_model % n_head:
             raise ConfigError(
                 f"model.d_model: expected a multiple of model.n_head ({n_head}), got {d_model}. "
@@ -139,8 +138,8 @@ class GPT(nn.Module):
             length = tokens.shape[1] * (part.size if (part := current()) is not None else 1)
             if length > self.block_size:
                 raise ConfigError(
-                    f"block_size: the model takes {self.block_size} positions, the batch has {length}. Give model and "
-                    "data the same block_size."
+                    f"model.block_size: expected at least the {length} positions of a sequence in the batch, got "
+                    f"{self.block_size}. Give model.block_size and data.block_size the same value."
                 )
             x = x + self.position(positions)
         else:

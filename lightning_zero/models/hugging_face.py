@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
-from lightning_zero.settings import ConfigError, check_installed, nearest
+from lightning_zero.settings import ConfigError, change, check_installed
 
 
 class LitCausalLM(LanguageModel):
     """Any ``AutoModelForCausalLM``, trained as :class:`LanguageModel` describes.
 
-    Under ``ZeroStrategy`` the model is built on the meta device, and each rank reads its shards of the folder
-    (``zero.init_from``), so that no rank holds the whole model. Other strategies use ``from_pretrained``.
+    Under ``ZeroStrategy`` the model is built on the meta device, and each rank reads its shards from the folder
+    (``zero.init_from``), so that no rank holds the whole model. Under other strategies ``from_pretrained`` loads it.
 
     Args:
         path: a folder as ``save_pretrained`` writes it. Nothing is downloaded.
@@ -48,7 +48,7 @@ class LitCausalLM(LanguageModel):
         from transformers import AutoModelForCausalLM
 
         auto: Any = AutoModelForCausalLM  # it has no types
-        dtype = torch.get_default_dtype()  # set by Trainer(precision=), whatever the file holds
+        dtype = torch.get_default_dtype()  # set by Trainer(precision=), not by the dtype in the files
         if self._shards():
             with torch.device("meta"):
                 self.model = auto.from_config(self.config, dtype=dtype)
@@ -60,7 +60,7 @@ class LitCausalLM(LanguageModel):
         self.model.train()  # from_pretrained leaves the model in eval mode
 
     def _shards(self) -> bool:
-        """Return whether to build the model without values. ZeroStrategy reads them later; a memory plan needs none."""
+        """Return whether to build the model on meta: ZeroStrategy reads values later, and a memory plan needs none."""
         from lightning_zero.trainer.strategy import ZeroStrategy
 
         if torch.get_default_device().type == "meta":
@@ -70,8 +70,8 @@ class LitCausalLM(LanguageModel):
             return False
         if self.path is not None and strategy.config.init_from is None:
             raise ConfigError(
-                f"zero.init_from: expected model.path ({self.path}), from which the model gets its first values, got "
-                "null. Set zero.init_from to the same folder."
+                f"zero.init_from: expected the folder of model.path ({self.path}), from which ZeroStrategy reads the "
+                "initial values, got null. Set zero.init_from to this folder."
             )
         return True
 
@@ -115,13 +115,14 @@ def read_config(path: str | None, settings: dict[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(kind, **settings)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.config: {type(config).__name__} refuses these settings: {error}.") from error
+        raise ConfigError(
+            f"model.config: {type(config).__name__} refuses these settings: {error}. Change model.config."
+        ) from error
 
 
 def _check_settings(config: Any, settings: dict[str, Any]) -> None:
     """Raise ConfigError for settings that ``config`` does not have, because transformers would ignore them."""
     for key in settings:
         if not hasattr(config, key):
-            close = nearest(key, set(config.to_dict()))
-            change = f"Write model.config.{close}" if close else f"Change model.config.{key}"
-            raise ConfigError(f"model.config.{key}: {type(config).__name__} has no such setting. {change}.")
+            way = change("model.config.", key, set(config.to_dict()))
+            raise ConfigError(f"model.config.{key}: {type(config).__name__} has no such setting. {way}")

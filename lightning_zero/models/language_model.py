@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_zero.sequence.part import SequencePart, mean_over_tokens
-from lightning_zero.settings import ConfigError
+from lightning_zero.settings import ConfigError, check_whole_number
 
 SHOWN_EVERY = 10  # batches between updates of the progress bar where nothing is logged
 
@@ -41,10 +41,11 @@ class LanguageModel(LightningModule):
 
     def __init__(self, optimizer: MakeOptimizer | None, warmup_steps: int, min_lr_ratio: float) -> None:
         super().__init__()
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-            raise ConfigError(f"model.warmup_steps: expected a whole number >= 0, got {warmup_steps!r}.")
+        check_whole_number("model.warmup_steps", warmup_steps, 0)
         if not 0 <= min_lr_ratio <= 1:
-            raise ConfigError(f"model.min_lr_ratio: expected a number from 0 to 1, got {min_lr_ratio!r}.")
+            raise ConfigError(
+                f"model.min_lr_ratio: expected a number from 0 to 1, got {min_lr_ratio!r}. Change model.min_lr_ratio."
+            )
         self.make_optimizer = optimizer
         self.schedule = (warmup_steps, min_lr_ratio)
         self.bits_per_byte = MeanMetric()
@@ -67,7 +68,7 @@ class LanguageModel(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = mean_over_tokens(self._losses(batch))
-        # Logged values are read every few steps. Lightning reads progress bar values after every batch, which would
+        # Lightning reads logged values every few steps, but values of the progress bar after every batch, which would
         # wait for the GPU: see :meth:`on_train_batch_end`.
         self.log("train_loss", loss)
         self.log("train_bits_per_byte", self._bits_per_byte(loss.detach()))  # in the unit of validation

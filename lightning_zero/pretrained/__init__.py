@@ -4,20 +4,26 @@
 
     stored       tensors in files, of which each rank reads the parts it needs
     folder       reads ranges of the safetensors files of a folder
-    names        matches the folder's tensors with parameters and buffers
     conversions  converts tensors that transformers stores differently in files and in memory
     first        finds how a module makes its first values
+
+This file matches the tensors of a folder with parameters and buffers of a module. The folder has the names of the
+transformers model. The module's names may have a prefix (``model.``, an attribute of a LightningModule) and names of
+adapters (``base_layer``), and some tensors are fused in memory (``conversions``).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_zero.mesh.local_leaves import saved_shape
+from lightning_zero.pretrained.conversions import converted, hugging_face_model
 from lightning_zero.pretrained.folder import SafetensorsFolder
-from lightning_zero.pretrained.names import match
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.settings import ConfigError
 
@@ -34,8 +40,8 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
     found = match(module, folder)
     if not found.sources:
         raise ConfigError(
-            f"zero.init_from: expected tensors of this module in {path}, got none: there it is "
-            f"{some(folder.keys)}, here {some([name for name, _ in module.named_parameters()])}. Give the folder of "
+            f"zero.init_from: expected tensors of this module in {path}, got none: the folder has {some(folder.keys)}, "
+            f"the module {some([name for name, _ in module.named_parameters()])}. Set zero.init_from to the folder of "
             "this model."
         )
     if only_meta:
@@ -44,7 +50,8 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
         return {name: source for name, source in found.sources.items() if name in lacking}
     if warn and found.missing:
         warnings.warn(
-            f"zero.init_from={path} has no {some(found.missing)}: these keep their initial values.", stacklevel=2
+            f"zero.init_from={path} has no {some(found.missing)}: these tensors keep their initial values.",
+            stacklevel=2,
         )
     if warn and found.unused:
         warnings.warn(f"zero.init_from={path} has {some(found.unused)}, which the module does not have.", stacklevel=2)
@@ -56,3 +63,84 @@ def some(names: Iterable[str]) -> str:
     names = list(names)
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest
+
+
+INSIDE_ADAPTERS = ".base_layer."  # PEFT's name for the layer that it wraps
+
+
+class Match(NamedTuple):
+    """Says which tensors of a folder belong to which parameters and buffers of a module."""
+
+    sources: dict[str, StoredTensor]  # by names of the module
+    missing: list[str]  # its parameters and persistent buffers without a source, except adapters
+    unused: list[str]  # tensors of the folder
+
+
+def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
+    """Match tensors of ``folder`` with those of ``module``. Raise ConfigError if shapes differ or one is quantized."""
+    model, prefix = hugging_face_model(module)
+    own = {_without_adapters(name): value for name, value in _tensors(model if model is not None else module)}
+    stored = {key: folder.tensor(key) for key in folder.keys}
+    found = stored if model is None else converted(model, stored, own)
+    if model is None:
+        prefix = _common_prefix(list(found), own)
+        own = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
+        names = {name: prefix + name for name in own}
+    else:
+        names = {_without_adapters(full): prefix + full for full, _ in _tensors(model)}
+    sources = {names[key]: value for key, value in found.items() if key in own}
+    for key, value in found.items():
+        shape = saved_shape(own[key]) if key in own else value.shape
+        if value.shape != shape:
+            raise ConfigError(
+                f"zero.init_from: expected {names[key]} of shape {tuple(shape)} in {folder.path}, got "
+                f"{tuple(value.shape)}. Set zero.init_from to the folder of this model, or build the module with these "
+                "sizes."
+            )
+        if key in own and _is_quantized(value, own[key]):
+            raise ConfigError(
+                f"zero.init_from: expected {names[key]} as floating-point numbers of 16 bits or more in {folder.path}, "
+                f"got {str(value.dtype).removeprefix('torch.')}: values of quantized models mean nothing without "
+                "their scales. Set zero.init_from to the folder of a model that is not quantized."
+            )
+    return Match(sources, _missing(module, sources), [key for key in found if key not in own])
+
+
+def _is_quantized(value: Tensor, own: Tensor) -> bool:
+    small = value.dtype.itemsize == 1 or not value.is_floating_point()
+    return small and own.is_floating_point() and value.dtype is not own.dtype and not value.is_complex()
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return pairs of name and tensor: all parameters and persistent buffers, tied parameters under each name."""
+    found: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
+    for prefix, inner in model.named_modules():
+        for key, value in inner.named_buffers(recurse=False):
+            if key not in inner._non_persistent_buffers_set:
+                found.append((f"{prefix}.{key}" if prefix else key, value))
+    return found
+
+
+def _without_adapters(name: str) -> str:
+    return name.replace(INSIDE_ADAPTERS, ".")
+
+
+def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
+    """Return the prefix (``model.``) without which most names in ``own`` (the module) are in ``keys`` (the folder)."""
+    ends: Counter[str] = Counter()
+    wanted = set(keys)
+    for name in own:
+        parts = name.split(".")
+        for n in range(len(parts)):
+            if ".".join(parts[n:]) in wanted:
+                ends["".join(f"{part}." for part in parts[:n])] += 1
+    return max(ends, key=lambda prefix: (ends[prefix], -len(prefix)), default="")
+
+
+def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
+    """Return names of tensors of ``module`` without source. Adapters need none, and tied tensors one in all."""
+    names: dict[int, list[str]] = {}
+    for name, value in _tensors(module):
+        names.setdefault(id(value), []).append(name)
+    adapters = {name for same in names.values() for name in same if ".lora_" in f".{name}"}
+    return [same[0] for same in names.values() if adapters.isdisjoint(same) and sources.keys().isdisjoint(same)]

@@ -20,7 +20,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
     """Return the outermost transformers model in ``module``, and the prefix that its names have in ``module``. Return
     (None, "") if there is no such model, or several."""
-    # The module itself: the package imports it, and much more, when it is asked for a class.
+    # Not by the package: asking the package for a class would import this module, and much more.
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return None, ""

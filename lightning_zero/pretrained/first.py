@@ -46,7 +46,7 @@ def reset_adapter(root: nn.Module, name: str, layer: Any) -> None:
         way = getattr(configs.get(adapter), "init_lora_weights", True)
         if way is not True and way != "gaussian":
             raise ConfigError(
-                f"adapter {adapter} of {name} is on the meta device, where init_lora_weights={way!r} cannot be done. "
-                "Take True or 'gaussian', or build the model off meta."
+                f"init_lora_weights: expected True or 'gaussian' for adapter {adapter} of {name}, which is on the meta "
+                f"device, got {way!r}, which needs values. Change init_lora_weights, or build the model on a device."
             )
         getattr(layer, ADAPTER)(adapter, way)

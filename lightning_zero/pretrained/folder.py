@@ -58,7 +58,10 @@ class SafetensorsFolder:
             for key in handle.keys():  # noqa: SIM118, this is no dict
                 found = handle.get_slice(key)
                 if (name := found.get_dtype()) not in DTYPES:
-                    raise ConfigError(f"zero.init_from: {file} holds {key} as {name}, which PyTorch does not have.")
+                    raise ConfigError(
+                        f"zero.init_from: expected a dtype of PyTorch, got {name} for {key} in {file}. Change "
+                        "zero.init_from."
+                    )
                 self._places[key] = _Stored(file, tuple(found.get_shape()), DTYPES[name])
         self.keys = list(self._places)
 
@@ -168,5 +171,5 @@ class _RemoteSlice:
 def _damaged(file: Place, error: Exception) -> str:
     return (
         f"zero.init_from: expected a whole file, got {file}, which cannot be read: {type(error).__name__}: {error}. "
-        "Replace it, or change zero.init_from."
+        "Replace the file, or change zero.init_from."
     )

@@ -60,7 +60,7 @@ class KeptTensor(StoredTensor):
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> KeptTensor:
         def read(start: int, stop: int, order: Any) -> Tensor:
-            raise RuntimeError("this parameter is frozen, and not in the checkpoint: zero.checkpoint.exclude_frozen")
+            raise RuntimeError("the checkpoint has no values of this frozen parameter (zero.checkpoint.exclude_frozen)")
 
         made = StoredTensor.__new__(cls, shape, dtype, read)
         assert isinstance(made, KeptTensor)

@@ -2,7 +2,7 @@
 
 ::
 
-    record   keeps what a run logs          series    reads it again
-    results  the numbers of a run           figure    pictures, by matplotlib
-    page     pages of HTML                  compare   two runs side by side, an index of runs
+    record   keeps the metrics that a run logs       figure    pictures, by matplotlib
+    results  reads metrics; the numbers of a run     compare   two runs side by side, an index of runs
+    page     pages of HTML
 """

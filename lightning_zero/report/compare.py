@@ -23,8 +23,19 @@ from omegaconf import OmegaConf
 from lightning_zero.planning.choose import human_bytes
 from lightning_zero.report.figure import Bars, can_draw, draw_runs, own_metrics
 from lightning_zero.report.page import MEANING, SPEEDS, Html, Table, html_page, human_seconds, link
-from lightning_zero.report.results import PAGE, PROCESS, RESULTS, write_whole
-from lightning_zero.report.series import CURVES, METRICS, Series, held_and_waits, lines_in, lines_of_csv, series_of
+from lightning_zero.report.results import (
+    CURVES,
+    METRICS,
+    PAGE,
+    PROCESS,
+    RESULTS,
+    Series,
+    held_and_waits,
+    lines_in,
+    lines_of_csv,
+    series_of,
+    write_whole,
+)
 from lightning_zero.settings import ConfigError
 
 INDEX = "index.html"
@@ -140,7 +151,7 @@ def _pair(a: Path, b: Path) -> dict[str, Run]:
             got = "twice" if run.series else "without one"
             raise ConfigError(
                 f"report compare: expected folders of two runs, each with {CURVES}, or {METRICS} of a CSVLogger, got "
-                f"{str(run.folder)!r} {got}. Give other folders."
+                f"{str(run.folder)!r} {got}. Give two other folders."
             )
     return runs
 
@@ -181,7 +192,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def index(folder: Path) -> None:
     """Write ``index.html`` into ``folder``: its runs, the newest first, with links to their reports."""
     if not folder.is_dir():
-        raise ConfigError(f"report index: expected a folder of runs, got {str(folder)!r}: there is none. Give another.")
+        raise ConfigError(f"report index: expected a folder of runs, got {str(folder)!r}. Give another folder.")
     runs = [load(Path(place)) for place in _places(folder)]
     rows = [_line(run, folder) for run in sorted(runs, key=lambda run: run.folder.stat().st_mtime, reverse=True)]
     head = ("run", "ended", "model", "stage", "offload", "steps", "last loss", "tokens per second")

@@ -108,7 +108,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> Table:
     if len(ranks) > MOST_RANKS:
         shown, title = shown[: MOST_RANKS // 2] + shown[-MOST_RANKS // 2 :], "Ranks that waited least and longest"
     elif len(ranks) < world_size:
-        title = f"Rank 0 (the others of {world_size} are not known: the run did not end by itself)"
+        title = f"Rank 0 (of {world_size}: the other ranks sent no numbers, because the run did not end by itself)"
     rows = [
         (
             *(str(rank[key]) for key in ("rank", "host", "device")),
@@ -117,16 +117,8 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> Table:
         )
         for rank in sorted(shown, key=lambda rank: rank["rank"])
     ]
-    head = (
-        "rank",
-        "host",
-        "device",
-        "between steps",
-        "peak of the device",
-        "peak of the process (RSS)",
-        "waits per step",
-    )
-    return title, head, rows
+    peaks = ("peak of the device", "peak of the process (RSS)")
+    return title, ("rank", "host", "device", "between steps", *peaks, "waits per step"), rows
 
 
 def _text(value: Any) -> str:

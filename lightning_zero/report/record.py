@@ -16,7 +16,7 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_zero.engine import Engine
-from lightning_zero.report.series import CURVES, Series, held_and_waits, lines_in, series_of
+from lightning_zero.report.results import CURVES, Series, held_and_waits, lines_in, series_of
 from lightning_zero.tiers.limits import lines_of
 from lightning_zero.trainer.callbacks.monitor import batch_size, batches_at_once
 

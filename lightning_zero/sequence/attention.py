@@ -64,7 +64,7 @@ def _check(part: SequencePart, query: Tensor, key: Tensor, value: Tensor) -> Non
     if any(tensor.dim() != 4 for tensor in (query, key, value)):
         raise ConfigError(
             "zero.sequence_parallel: expected queries, keys and values [batch, heads, positions, width] in attention, "
-            f"got {shapes}. Give attention its heads as a dimension, or set zero.sequence_parallel=1."
+            f"got {shapes}. Pass tensors with a dimension for heads, or set zero.sequence_parallel=1."
         )
     lengths = {query.shape[2], key.shape[2], value.shape[2]}
     if len(lengths) > 1 or part.length not in (None, query.shape[2]):
@@ -72,12 +72,13 @@ def _check(part: SequencePart, query: Tensor, key: Tensor, value: Tensor) -> Non
         raise ConfigError(
             f"zero.sequence_parallel: expected {expected} in queries, keys and values (self-attention over one "
             f"sequence), got {shapes}. Attention over other sequences (of an encoder, of an image, with a cache) is "
-            "not supported: set zero.sequence_parallel=1."
+            "not supported. Set zero.sequence_parallel=1."
         )
     if query.shape[1] % part.size:
         raise ConfigError(
-            f"zero.sequence_parallel: expected a number that divides the {query.shape[1]} heads in attention, of which "
-            f"each rank of a group has as many, got {part.size}. Change zero.sequence_parallel, or the number of heads."
+            f"zero.sequence_parallel: expected a number that divides the {query.shape[1]} heads in attention, because "
+            f"each rank of a group computes equally many heads, got {part.size}. Change zero.sequence_parallel, or the "
+            "number of heads."
         )
 
 
@@ -96,8 +97,8 @@ def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -
     if mask.shape[-1] != whole or (mask.dim() > 1 and mask.shape[-2] not in (1, whole)):
         raise ConfigError(
             f"zero.sequence_parallel: expected a mask of the whole sequence in attention ([..., {whole}, {whole}] or "
-            f"[..., 1, {whole}]), got {tuple(mask.shape)}, made for a part. Use is_causal=True in the place of a "
-            "causal mask; attention_mask of a batch is whole in each part, and a mask of it is too."
+            f"[..., 1, {whole}]), got {tuple(mask.shape)}, made for a part. Pass is_causal=True instead of a causal "
+            "mask, or make the mask from the batch's attention_mask, which is whole on each rank."
         )
     if mask.dim() >= 3 and mask.shape[-3] == heads:
         return mask.narrow(-3, part.rank * (heads // part.size), heads // part.size)

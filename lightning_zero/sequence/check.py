@@ -148,7 +148,7 @@ def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | N
     for number, (expected, got) in enumerate(zip(whole.losses, parts[0].losses, strict=False)):
         if not near(got, expected, rounding):
             which = f"loss {number + 1}" if len(whole.losses) > 1 else "loss"
-            found.append(f"the {which} is {got:.6g} in the place of {expected:.6g}")
+            found.append(f"the {which} is {got:.6g} instead of {expected:.6g}")
             break
     total = math.sqrt(sum(values[_SUMS] for values in whole.sums.values()))
     zeros = [0.0] * (_SUMS + 1)
@@ -175,12 +175,12 @@ def difference_of_evaluations(whole: Found, parts: Sequence[Found], rank: int, r
         value = max(got) if how == "max" else min(got) if how == "min" else math.fsum(got)
         value = value if how in ("sum", "max", "min") else value / len(got)
         if len(got) == len(parts) and not near(value, expected, rounding):
-            return f"{name}, which is logged, is {value:.6g} over the parts in the place of {expected:.6g}"
+            return f"{name}, which is logged, is {value:.6g} over the parts instead of {expected:.6g}"
     for expected_leaf, leaf in zip(leaves(whole.output), leaves(parts[rank].output), strict=False):
         if isinstance(leaf, Tensor) and isinstance(expected_leaf, Tensor) and leaf.numel() > 1:
             piece = _piece(expected_leaf, leaf, rank, len(parts))
             if piece is None or not _alike(piece, leaf, rounding):
-                return f"a tensor {tuple(leaf.shape)} that is returned is not that of whole sequences, nor its part"
+                return f"a returned tensor {tuple(leaf.shape)} equals neither that of whole sequences nor its part"
     return None
 
 
@@ -212,8 +212,8 @@ def _alike(expected: Tensor, got: Tensor, rounding: float) -> bool:
 
 def refusal(step: str, what: str) -> str:
     return (
-        f"zero.sequence_parallel: expected from parts of sequences what {step} gives for whole ones, got something "
-        f"else (a short piece of the first batch was tried both ways): {what}. Look in {step} and the modules that it "
+        f"zero.sequence_parallel: expected {step} to give the same results on parts of sequences as on whole ones, got "
+        f"others (both were tried on a short piece of the first batch): {what}. Look in {step} and the modules that it "
         f"calls for {_LOOK_FOR}. Or set zero.sequence_parallel=1."
     )
 

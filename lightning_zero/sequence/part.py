@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_zero.comm.sequence import OnPaper, Sharers
 from lightning_zero.settings import ConfigError
 
-TOKENS, PARTS, REFUSED = 1, 2, 3  # what a mean is over; sent along, so that ranks notice if theirs differ
+TOKENS, PARTS, REFUSED = 1, 2, 3  # kind of a mean; ranks send it along, to notice if kinds differ
 
 
 class Window(NamedTuple):
@@ -73,7 +73,7 @@ class SequencePart:
         if self.length not in (None, length):
             raise ConfigError(
                 f"zero.sequence_parallel: expected tensors of {self.whole_length} positions in one batch, got {whole} "
-                f"(dimension {dim} of {tuple(tensor.shape)}). Cut what belongs to other sequences in split_sequence."
+                f"(dimension {dim} of {tuple(tensor.shape)}). Cut tensors of other sequences in split_sequence."
             )
         self.length = length
         # Contiguous, as a whole batch is: steps call ``labels.view(-1)``.
@@ -91,8 +91,8 @@ class SequencePart:
         """Return ``[length] int64``: the positions of this part's tokens in the whole sequence."""
         if self.length not in (None, length):
             raise ConfigError(
-                f"lightning_zero.sequence_positions: expected {self.length} positions, as many as a part of this batch "
-                f"has, got {length}. Pass the length of what forward was given."
+                f"lightning_zero.sequence_positions: expected {self.length} positions, the length of a part of this "
+                f"batch, got {length}. Pass the length of the tensor that forward got."
             )
         return torch.arange(self.rank * length, (self.rank + 1) * length, device=device)
 
@@ -128,8 +128,8 @@ class SequencePart:
         """Return the mean over the tokens of all parts. ``mean``: over ``tokens`` tokens of this part. Collective."""
         if isinstance(tokens, bool) or not isinstance(tokens, (int, float, Tensor)):
             raise ConfigError(
-                'zero.loss=tokens: expected a number or a tensor of one element under "tokens" in what training_step '
-                f"returns, got {type(tokens).__name__}."
+                'zero.loss=tokens: expected a number or a tensor of one element for "tokens", which training_step '
+                f"returns, got {type(tokens).__name__}. Return the number of tokens."
             )
         count = torch.as_tensor(tokens, dtype=torch.float64, device=mean.device).detach().reshape(())
         total = torch.where(count > 0, mean.reshape(()).to(torch.float64) * count, 0.0)
@@ -148,9 +148,8 @@ class SequencePart:
         if not known:
             raise ConfigError(
                 "zero.sequence_parallel: expected a loss that is a mean over the tokens of all parts, got one that is "
-                "made of this rank's part alone. Call F.cross_entropy or F.nll_loss by these names, with "
-                "reduction='mean'; or make a mean of the losses of each token: lightning_zero.mean_over_tokens(values, "
-                "where)."
+                "computed from this rank's part alone. Call F.cross_entropy or F.nll_loss by these names, with "
+                "reduction='mean'; or average the losses of tokens with lightning_zero.mean_over_tokens(values, where)."
             )
         return found
 
@@ -160,12 +159,16 @@ class SequencePart:
         counts = list(_counts_in(loss))
         if len(counts) == 1 or (counts and bool((torch.stack(counts) == counts[0]).all())):
             return counts[0]
-        got = f"means over {', '.join(f'{float(n):g}' for n in counts)} tokens" if counts else "one that does not say"
+        got = (
+            f"means over {', '.join(f'{float(n):g}' for n in counts)} tokens"
+            if counts
+            else "one without a known number"
+        )
         raise ConfigError(
             f"zero.loss=tokens: expected a training loss whose number of tokens is known, got {got}. "
-            "Call F.cross_entropy or F.nll_loss by these names, with reduction='mean'; or make a mean of the losses of "
-            'each token by lightning_zero.mean_over_tokens(values, where); or return {"loss": mean, "tokens": number} '
-            "from training_step."
+            "Call F.cross_entropy or F.nll_loss by these names, with reduction='mean'; or average the losses of tokens "
+            'with lightning_zero.mean_over_tokens(values, where); or return {"loss": mean, "tokens": number} from '
+            "training_step."
         )
 
 

@@ -2,13 +2,10 @@
 
 ::
 
-    groups      the dataclasses of the groups zero/*, with what each setting means
-    zero_config ZeroConfig: all groups together, the arguments of ZeroStrategy
-    names       enums of allowed values, and ConfigError
-    values      types of settings, and sizes such as 80GB
-    rows        makes settings from keywords, names such as zero3, and other settings
-    keywords    types of the keywords that callers from Python write; made by docs/made.py
-    python      settings as arguments: in signatures, and in messages for callers from Python
+    groups       the dataclasses of the groups zero/*, with the meaning of each setting
+    zero_config  ZeroConfig: all groups together; made from keywords and names; settings as arguments of Python
+    functions names        ConfigError, enums of allowed values, types of settings, and sizes such as 80GB keywords
+    types of the keywords that callers from Python write; made by docs/made.py
 """
 
 from lightning_zero.settings import keywords as keywords
@@ -20,6 +17,7 @@ from lightning_zero.settings.groups import PrecisionConfig as PrecisionConfig
 from lightning_zero.settings.groups import UnitConfig as UnitConfig
 from lightning_zero.settings.groups import check_rounding as check_rounding
 from lightning_zero.settings.groups import check_state_dtype as check_state_dtype
+from lightning_zero.settings.names import MIB as MIB
 from lightning_zero.settings.names import CheckpointFormat as CheckpointFormat
 from lightning_zero.settings.names import Compile as Compile
 from lightning_zero.settings.names import ConfigError as ConfigError
@@ -35,22 +33,23 @@ from lightning_zero.settings.names import Stage as Stage
 from lightning_zero.settings.names import StateDtype as StateDtype
 from lightning_zero.settings.names import TensorStyle as TensorStyle
 from lightning_zero.settings.names import Uneven as Uneven
+from lightning_zero.settings.names import change as change
 from lightning_zero.settings.names import check_installed as check_installed
+from lightning_zero.settings.names import check_whole_number as check_whole_number
 from lightning_zero.settings.names import choose as choose
+from lightning_zero.settings.names import make_folder as make_folder
 from lightning_zero.settings.names import nearest as nearest
-from lightning_zero.settings.python import Signature as Signature
-from lightning_zero.settings.python import names_arguments as names_arguments
-from lightning_zero.settings.rows import allowed_rows as allowed_rows
-from lightning_zero.settings.rows import candidate_rows as candidate_rows
-from lightning_zero.settings.rows import check_decided as check_decided
-from lightning_zero.settings.rows import for_layout as for_layout
-from lightning_zero.settings.rows import is_decided as is_decided
-from lightning_zero.settings.rows import make_config as make_config
-from lightning_zero.settings.rows import with_rows as with_rows
-from lightning_zero.settings.values import MIB as MIB
-from lightning_zero.settings.values import make_folder as make_folder
-from lightning_zero.settings.values import parse_bytes as parse_bytes
+from lightning_zero.settings.names import parse_bytes as parse_bytes
+from lightning_zero.settings.zero_config import Signature as Signature
 from lightning_zero.settings.zero_config import ZeroConfig as ZeroConfig
+from lightning_zero.settings.zero_config import allowed_rows as allowed_rows
+from lightning_zero.settings.zero_config import candidate_rows as candidate_rows
+from lightning_zero.settings.zero_config import check_decided as check_decided
 from lightning_zero.settings.zero_config import check_hybrid_shard as check_hybrid_shard
 from lightning_zero.settings.zero_config import check_prefetch as check_prefetch
 from lightning_zero.settings.zero_config import check_rows as check_rows
+from lightning_zero.settings.zero_config import for_layout as for_layout
+from lightning_zero.settings.zero_config import is_decided as is_decided
+from lightning_zero.settings.zero_config import make_config as make_config
+from lightning_zero.settings.zero_config import names_arguments as names_arguments
+from lightning_zero.settings.zero_config import with_rows as with_rows

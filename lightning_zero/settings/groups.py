@@ -6,19 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_zero.settings.names import (
+    MIB,
     CheckpointFormat,
     Compile,
     ConfigError,
     DType,
     Float8,
+    NBytes,
     Offload,
     Precision,
     Sharding,
     Stage,
     StateDtype,
-    nearest,
+    change,
+    check_types,
+    positive,
 )
-from lightning_zero.settings.values import MIB, NBytes, check_types, positive
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,9 +54,9 @@ def check_state_dtype(state: StateDtype, precision: Precision) -> None:
     """Raise ConfigError for bf16 optimizer state beside two-byte masters, because that saves no memory."""
     if state is StateDtype.bf16 and precision in (Precision.bf16_true, Precision.fp16_true):
         raise ConfigError(
-            f"zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) with zero/precision="
-            f"{precision.name}, where state has two bytes already, got bf16. Drop zero.optimizer.state_dtype, or "
-            "choose zero/precision=bf16."
+            "zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) with "
+            f"zero/precision={precision.name}, where state has two bytes per element already, got bf16. Drop "
+            "zero.optimizer.state_dtype, or choose zero/precision=bf16."
         )
 
 
@@ -97,7 +100,7 @@ class PrecisionConfig:
         if self.float8 is not Float8.none and self.name in (Precision.fp16, Precision.fp16_true, Precision.fp64):
             raise ConfigError(
                 f"zero.precision.float8: expected none under zero/precision={self.name.name}, got {self.float8.name}. "
-                "Choose zero/precision=float8, which is bf16 with it."
+                "Choose zero/precision=float8, which combines bf16 and float8."
             )
         if self.float8 is Float8.none and self.float8_exclude != PLAIN_LAYERS:
             raise ConfigError(
@@ -161,23 +164,18 @@ class OffloadConfig:
         ignored = [k for k in without_effect(self.name) if getattr(self, k) is not None]
         if ignored:
             raise ConfigError(
-                f"zero.offload.{ignored[0]} has no effect with zero/offload={self.name.name}. Drop it, or choose a "
-                "zero/offload that uses it."
+                f"zero.offload.{ignored[0]} has no effect with zero/offload={self.name.name}. Drop this setting, or "
+                "choose a zero/offload that uses it."
             )
 
 
-def without_effect(row: Offload) -> list[str]:
-    """List the settings of :class:`OffloadConfig` that have no effect with ``row``, a choice of ``zero/offload``."""
-    found = []
-    if not row.uses_files and row is not Offload.auto:
-        found += ["nvme_path", "nvme_budget"]
-    if row is not Offload.auto:
-        found.append("device_budget")
-    if row is Offload.none:
-        found.append("host_budget")
-    if row in (Offload.optimizer_nvme, Offload.nvme):
-        found.append("host_budget")  # only gradients are on the host there
-    return found
+def without_effect(offload: Offload) -> list[str]:
+    """List the settings of :class:`OffloadConfig` that have no effect with ``offload``."""
+    if offload is Offload.auto:
+        return []
+    found = ["device_budget"] if offload.uses_files else ["device_budget", "nvme_path", "nvme_budget"]
+    # With ``optimizer_nvme`` and ``nvme`` only gradients are on the host.
+    return found + ["host_budget"] * (offload in (Offload.none, Offload.optimizer_nvme, Offload.nvme))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -247,14 +245,14 @@ class CompileConfig:
         check_types("zero.compile", self)
         for key in self.arguments:
             if key not in COMPILE_ARGUMENTS:
-                close = nearest(key, COMPILE_ARGUMENTS)
                 raise ConfigError(
-                    f"zero.compile.arguments.{key}: torch.compile takes {', '.join(COMPILE_ARGUMENTS)} here."
-                    f"{f' Did you mean {close}?' if close else ''}"
+                    f"zero.compile.arguments.{key}: expected one of {', '.join(COMPILE_ARGUMENTS)}, got {key}. "
+                    f"{change('zero.compile.arguments.', key, COMPILE_ARGUMENTS)}"
                 )
         if self.name is Compile.none and self.arguments:
             raise ConfigError(
-                "zero.compile.arguments has no effect with zero/compile=none. Drop it, or choose zero/compile=blocks."
+                "zero.compile.arguments has no effect with zero/compile=none. Drop the arguments, or choose "
+                "zero/compile=blocks."
             )
 
     @property

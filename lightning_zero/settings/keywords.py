@@ -12,9 +12,6 @@ class StageSettings(TypedDict, total=False):
     name: Literal["zero0", "zero1", "zero2", "zero3", "auto", 0, 1, 2, 3]
 
 
-StageSettings.__doc__ = groups.StageConfig.__doc__
-
-
 class PrecisionSettings(TypedDict, total=False):
     name: (
         Literal["fp32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64", "32-true", "bf16-mixed", "16-mixed",
@@ -28,9 +25,6 @@ class PrecisionSettings(TypedDict, total=False):
     float8_exclude: Sequence[str]
 
 
-PrecisionSettings.__doc__ = groups.PrecisionConfig.__doc__
-
-
 class OffloadSettings(TypedDict, total=False):
     name: Literal["none", "optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme", "auto"]
     nvme_path: str | Path | None
@@ -39,24 +33,15 @@ class OffloadSettings(TypedDict, total=False):
     nvme_budget: int | str | None
 
 
-OffloadSettings.__doc__ = groups.OffloadConfig.__doc__
-
-
 class UnitSettings(TypedDict, total=False):
     classes: Sequence[str]
     max_bytes: int | str
-
-
-UnitSettings.__doc__ = groups.UnitConfig.__doc__
 
 
 class OptimizerSettings(TypedDict, total=False):
     sharding: Literal["auto", "slices", "tensors"]
     state_dtype: Literal["fp32", "bf16"]
     skip_nonfinite: int | None
-
-
-OptimizerSettings.__doc__ = groups.OptimizerConfig.__doc__
 
 
 class CheckpointSettings(TypedDict, total=False):
@@ -66,15 +51,9 @@ class CheckpointSettings(TypedDict, total=False):
     background: bool
 
 
-CheckpointSettings.__doc__ = groups.CheckpointConfig.__doc__
-
-
 class CompileSettings(TypedDict, total=False):
     name: Literal["none", "blocks"]
     arguments: Mapping[str, Any]
-
-
-CompileSettings.__doc__ = groups.CompileConfig.__doc__
 
 
 Stage = Literal["zero0", "zero1", "zero2", "zero3", "auto", 0, 1, 2, 3] | StageSettings | groups.StageConfig | None
@@ -118,12 +97,20 @@ class FabricKeywords(TypedDict, total=False):
     fingerprint: int | None
 
 
-FabricKeywords.__doc__ = zero_config.ZeroConfig.__doc__
-
-
 class Keywords(FabricKeywords, total=False):
     precision: Precision
 
 
-
-Keywords.__doc__ = zero_config.ZeroConfig.__doc__
+_DOCUMENTED: list[tuple[Any, Any]] = [
+    (StageSettings, groups.StageConfig),
+    (PrecisionSettings, groups.PrecisionConfig),
+    (OffloadSettings, groups.OffloadConfig),
+    (UnitSettings, groups.UnitConfig),
+    (OptimizerSettings, groups.OptimizerConfig),
+    (CheckpointSettings, groups.CheckpointConfig),
+    (CompileSettings, groups.CompileConfig),
+    (FabricKeywords, zero_config.ZeroConfig),
+    (Keywords, zero_config.ZeroConfig),
+]
+for _made, _config in _DOCUMENTED:
+    _made.__doc__ = _config.__doc__

@@ -1,9 +1,19 @@
-"""All settings together, and the checks of their combinations."""
+"""All settings together, the checks of their combinations, and functions that make them from keywords, names such as
+``zero3``, and other settings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+import inspect
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any, get_args, get_type_hints
 
+from lightning_zero.settings import names
 from lightning_zero.settings.groups import (
     CheckpointConfig,
     CompileConfig,
@@ -13,21 +23,29 @@ from lightning_zero.settings.groups import (
     StageConfig,
     UnitConfig,
     check_state_dtype,
+    without_effect,
 )
 from lightning_zero.settings.names import (
+    MIB,
+    ROWS,
     Compile,
     ConfigError,
     Float8,
     HybridShard,
     LossMean,
+    NBytes,
     Offload,
     Recompute,
     Stage,
     StateDtype,
     TensorStyle,
     Uneven,
+    change,
+    check_types,
+    choose,
+    kinds_of,
+    positive,
 )
-from lightning_zero.settings.values import MIB, NBytes, check_types, positive
 
 PREFETCH_BYTES = 256 * MIB
 
@@ -116,8 +134,13 @@ class ZeroConfig:
             positive(f"zero.{key}", getattr(self, key))
         if self.fingerprint is not None:
             positive("zero.fingerprint", self.fingerprint)
-        self._check_sequence_parallel()
         self._check_splits()
+        if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
+            raise ConfigError(
+                "zero.sequence_parallel: expected 1 with zero/compile=blocks (a compiled graph would not call the "
+                f"attention that exchanges heads), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
+                "zero.sequence_parallel."
+            )
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
             raise ConfigError(
                 "zero.keep_gathered_bytes: expected 0 (parameters are always gathered below stage 3), got "
@@ -136,14 +159,6 @@ class ZeroConfig:
                 f"{self.compile.arguments}. Change zero.compile.arguments, or choose zero/stage=zero2."
             )
 
-    def _check_sequence_parallel(self) -> None:
-        if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
-            raise ConfigError(
-                "zero.sequence_parallel: expected 1 with zero/compile=blocks (a compiled graph would not call the "
-                f"attention that exchanges heads), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
-                "zero.sequence_parallel."
-            )
-
     @property
     def splits(self) -> str:
         """Return the keys, with their values, that split parameters among ranks; empty: none does."""
@@ -153,7 +168,7 @@ class ZeroConfig:
     def _check_splits(self) -> None:
         if self.tensor_plan and self.tensor_parallel == 1:
             raise ConfigError(
-                f"zero.tensor_plan has no effect with zero.tensor_parallel=1, got {self.tensor_plan}. Set "
+                f"zero.tensor_plan: expected none with zero.tensor_parallel=1, got {self.tensor_plan}. Set "
                 "zero.tensor_parallel, or drop zero.tensor_plan."
             )
         if not self.splits:
@@ -172,12 +187,12 @@ class ZeroConfig:
         ):
             if got != only:
                 raise ConfigError(
-                    f"{self.splits}: expected 1 with {key}={getattr(got, 'name', got)} ({why}). Drop one of them."
+                    f"{self.splits}: expected 1 with {key}={getattr(got, 'name', got)} ({why}). Drop one of the two."
                 )
         if self.hybrid_shard not in (HybridShard.auto, HybridShard.flat):
             raise ConfigError(
                 f"{self.splits}: expected 1 with zero.hybrid_shard={self.hybrid_shard.name} (split "
-                "parameters are divided over the ranks that have the same part). Drop one of them."
+                "parameters are divided over the ranks that have the same part). Drop one of the two."
             )
 
 
@@ -203,7 +218,7 @@ def check_hybrid_shard(hybrid_shard: HybridShard, stage: Stage, offload: Offload
     if offload.moves_params:
         raise ConfigError(
             "zero.hybrid_shard: expected auto, flat or node with offloaded parameters (node_backward would keep a copy "
-            f"of them on the device), got node_backward with zero/offload={offload.name}. Choose "
+            f"of the parameters on the device), got node_backward with zero/offload={offload.name}. Choose "
             "zero/offload=optimizer_cpu or none, or drop zero.hybrid_shard."
         )
 
@@ -212,12 +227,233 @@ def check_rows(stage: Stage, offload: Offload) -> None:
     """Raise ConfigError if the choice of ``zero/offload`` is not possible at ``stage``."""
     if offload is not Offload.none and stage is Stage.zero0:
         raise ConfigError(
-            f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "
-            "host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
+            f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would run the whole step on "
+            "the host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
         )
     if offload.moves_params and stage is not Stage.zero3:
         raise ConfigError(
-            f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (below it every rank uses all "
-            f"of them), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="
+            f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (at lower stages every rank "
+            f"holds all parameters), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="
             f"{'optimizer_nvme' if offload is Offload.nvme else 'optimizer_cpu'}."
         )
+
+
+# -- making settings --------------------------------------------------------------------------------------------------
+
+
+def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
+    """Make a :class:`ZeroConfig` from ``base`` and the keywords of :class:`~lightning_zero.ZeroStrategy`.
+
+    ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be names (or stage numbers), and every
+    group a mapping, or None for no change. Raises ConfigError for an unknown setting or a bad value.
+    """
+    base = base if base is not None else ZeroConfig()
+    known = {f.name: getattr(base, f.name) for f in fields(ZeroConfig)}
+    for key, value in settings.items():
+        if key not in known:
+            raise ConfigError(
+                f"zero.{key}: no such setting; there are {', '.join(sorted(known))}. {change('zero.', key, known)}"
+            )
+        if value is None and is_dataclass(known[key]):
+            continue
+        if (key, value) == ("precision", "float8"):
+            value = {"name": "bf16", "float8": "tensorwise"}
+        known[key] = _convert(key, value)
+    made = ZeroConfig(**known)
+    if base == ZeroConfig():  # restage keeps all other settings, even if they have no effect at the new stage
+        check_prefetch(made)
+    return made
+
+
+def offload_row_path(name: Offload) -> str | None:
+    """Return ``LIGHTNING_ZERO_NVME_PATH`` for a choice of ``zero/offload`` with files; None if unset or no files."""
+    return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if name.uses_files else None
+
+
+def is_decided(config: ZeroConfig) -> bool:
+    """Return whether the stage is given, and not ``auto``."""
+    return config.stage.name is not Stage.auto
+
+
+def check_decided(config: ZeroConfig) -> None:
+    """Raise ConfigError for settings that need a Trainer: ``stage=auto``, and what is counted in its steps."""
+    if not is_decided(config):
+        raise ConfigError(
+            "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "
+            "only ZeroStrategy resolves, at the start of a run. Give the stage that python -m lightning_zero.plan "
+            "names, or train with Trainer(strategy='zero_auto')."
+        )
+    of_trainer = {"sequence_parallel": 1, "loss": LossMean.batches, "uneven": Uneven.end, "fingerprint": None}
+    for name, default in of_trainer.items():
+        if (got := getattr(config, name)) != default:
+            default, got = (getattr(value, "name", value) for value in (default, got))
+            raise ConfigError(
+                f"zero.{name}: expected {default} with lightning_zero.shard and Fabric, because only a Trainer's "
+                f"strategy sees whole steps, got {got}. Train with ZeroStrategy, or drop zero.{name}."
+            )
+
+
+def for_layout(config: ZeroConfig) -> ZeroConfig:
+    """Return ``config``, with stage 1 in place of ``auto``: buckets are laid out the same way at every stage."""
+    return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
+
+
+def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Stage, Offload]]:
+    """List each pair of a stage and a choice of ``zero/offload`` that ``hybrid_shard`` allows."""
+    found: list[tuple[Stage, Offload]] = []
+    for stage, offload in itertools.product(Stage, Offload):
+        try:
+            check_rows(stage, offload)
+            check_hybrid_shard(hybrid_shard, stage, offload)
+        except ConfigError:
+            continue
+        if stage is not Stage.auto:
+            found.append((stage, offload))
+    return found
+
+
+def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
+    """List the pairs (stage, offload settings) from which ``auto`` chooses; none uses files without a folder."""
+    given = config.offload
+    path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
+    found = []
+    for stage, offload in allowed_rows(config.hybrid_shard):
+        is_wanted = config.stage.name in (stage, Stage.auto) and given.name in (offload, Offload.auto)
+        if is_wanted and (path or not offload.uses_files):
+            row = with_rows(make_config(for_layout(config), stage=stage), offload=offload, settings=given)
+            found.append((stage, row.offload))
+    return found
+
+
+def with_rows(
+    config: ZeroConfig, stage: Any = None, offload: Any = None, *, settings: OffloadConfig | None = None
+) -> ZeroConfig:
+    """Return ``config`` with another stage, another choice of ``zero/offload``, or both.
+
+    Args:
+        stage: a stage's name or number; ``None``: keep the stage.
+        offload: a name, or all settings as a mapping or :class:`OffloadConfig`; ``None``: keep the offload setting.
+        settings: if ``offload`` is a name, its other settings, such as budgets; default: those of ``config``.
+
+    Raises ConfigError for an unknown name, a stage and offload that exclude each other, or a setting without effect.
+    """
+    if stage is None and offload is None:
+        raise ConfigError(
+            "restage: expected another stage, another offload, or both, got neither. Pass stage= or offload=."
+        )
+    changes = {} if stage is None else {"stage": stage}
+    if stage is not None and not isinstance(stage, StageConfig) and choose("stage", stage) is Stage.auto:
+        raise ConfigError(
+            "restage: expected zero0, zero1, zero2 or zero3, got stage=auto, which is resolved only when a run starts. "
+            "Pass another stage=."
+        )
+    if isinstance(offload, (str, Offload)):
+        row, given = choose("offload", offload), settings if settings is not None else config.offload
+        kept = {f.name: getattr(given, f.name) for f in fields(given) if f.name not in {"name", *without_effect(row)}}
+        if "nvme_path" in kept and kept["nvme_path"] is None:
+            kept["nvme_path"] = offload_row_path(row)
+        offload = OffloadConfig(name=row, **kept)
+    if offload is not None:
+        changes["offload"] = offload
+    return make_config(config, **changes)
+
+
+def _convert(key: str, value: Any) -> Any:
+    """Convert a name such as ``zero3``, or a mapping, to the type of the field ``key`` of :class:`ZeroConfig`."""
+    if key == "offload" and isinstance(value, (str, Offload)):
+        row = choose(key, value)
+        return OffloadConfig(name=row, nvme_path=offload_row_path(row))
+    kind: Any = kinds_of(ZeroConfig)[key]
+    is_group: bool = is_dataclass(kind)
+    if not is_group or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        if key not in ROWS:
+            raise ConfigError(
+                f"zero.{key}: expected a mapping of settings, or {kind.__name__}, got {value!r}. "
+                f"{_meant(kind, key, value)}."
+            )
+        return kind(name=choose(key, value))
+    allowed = set(kinds_of(kind))
+    unknown = sorted(set(value) - allowed)
+    if unknown:
+        way = change(f"zero.{key}.", unknown[0], allowed)
+        raise ConfigError(f"zero.{key}.{unknown[0]}: no such setting; there are {', '.join(sorted(allowed))}. {way}")
+    return kind(**value)
+
+
+def _meant(kind: Any, key: str, value: Any) -> str:
+    """Return the setting of group ``key`` that takes ``value``, alone or in a list, for the end of a message."""
+    for name, given in itertools.product(kinds_of(kind), (list(value) if isinstance(value, tuple) else value, [value])):
+        with contextlib.suppress(ConfigError):
+            kind(**{name: given})
+            shown = str(given).replace("'", "")
+            return f"Write zero.{key}.{name}={shown}"
+    return f"Change zero.{key}"
+
+
+# -- what callers from Python see: each setting as an argument, in signatures and in messages --------------------------
+
+_ENUMS = [kind for kind in vars(names).values() if isinstance(kind, type) and issubclass(kind, Enum)]
+_CHOICES = "|".join({name for kind in _ENUMS for name in kind.__members__})
+_SETTING = re.compile(
+    r"(?<![\w./])(?P<shell>'\+)?zero[./](?P<key>\w+)(?P<inner>(?:\.\w+)*)"
+    r"(?:=(?P<value>\[[^\]']*\]|\{[^}']*\}|[\w/~$-]+(?:\.[\w/~$-]+)*)"
+    rf"(?P<more>(?:(?:, or|,| or) (?:{_CHOICES})\b)*))?(?(shell)')"
+)
+_CONSTANTS = {"true": "True", "false": "False", "null": "None"}
+
+
+def as_arguments(text: str) -> str:
+    """Return ``text`` with settings as arguments: ``stage='zero2'`` for ``zero/stage=zero2``, ``unit['classes']`` for
+    ``zero.unit.classes``."""
+    known = {f.name for f in fields(ZeroConfig)}
+
+    def argument(found: re.Match[str]) -> str:
+        key, inner = found["key"], found["inner"].removesuffix(".name").split(".")[1:]
+        if found.start() and key not in known:  # a path, or the like
+            return found[0]
+        if found["value"] is None:
+            return key + "".join(f"[{name!r}]" for name in inner)
+        value = _literal(found["value"]) + re.sub(rf"\b({_CHOICES})\b", r"'\1'", found["more"])
+        if key in ROWS or not inner:
+            return key + "".join(f"[{name!r}]" for name in inner) + f"={value}"
+        return f"{key}={{{inner[0]!r}: {value}}}"
+
+    text = _SETTING.sub(argument, text)
+    return re.sub(r"\b(expected|got|or) (true|false|null)\b", lambda m: f"{m[1]} {_CONSTANTS[m[2]]}", text)
+
+
+def _literal(value: str) -> str:
+    if value[0] in "[{":  # a list or a mapping, as Hydra writes them
+        return value[0] + re.sub(r"[^,: ][^,:]*", lambda item: _literal(item[0]), value[1:-1]) + value[-1]
+    return _CONSTANTS.get(value) or (value if re.fullmatch(r"[\d.]+", value) else repr(value))
+
+
+@contextlib.contextmanager
+def names_arguments(config: ZeroConfig | None = None) -> Iterator[None]:
+    """Let a ConfigError of the body name settings as arguments, unless the caller has given them as a ``config``, as an
+    app with Hydra does."""
+    try:
+        yield
+    except ConfigError as error:
+        if config is None:
+            error.args = (as_arguments(str(error.args[0])), *error.args[1:])
+        raise
+
+
+class Signature:
+    """The ``__signature__`` of a class whose ``__init__`` takes ``**settings: Unpack[...]``: each setting is listed."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature | None:
+        definer = next(of for of in owner.__mro__ if "__init__" in vars(of))
+        if vars(definer).get("__signature__") is not self:
+            return None  # a subclass has an __init__ of its own
+        made = inspect.signature(definer.__init__, eval_str=True)  # type: ignore[misc]
+        _, *own, settings = made.parameters.values()
+        (keywords,) = get_args(settings.annotation)
+        for name, kind in get_type_hints(keywords).items():
+            value = getattr(ZeroConfig(), name)
+            default = None if is_dataclass(value) else value.name if isinstance(value, Enum) else value
+            own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+        return made.replace(parameters=own)

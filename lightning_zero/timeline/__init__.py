@@ -3,6 +3,6 @@
 ::
 
     record        records the steps, aligns the clocks of ranks, and writes the files
-    compute_lane  which unit is computed when     lanes    rows of bars, and why compute waited
-    page          a page of HTML
+    compute_lane  which unit is computed when
+    page          rows of bars, and why compute waited, as a page of HTML
 """

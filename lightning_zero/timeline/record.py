@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Recorder, Span
-from lightning_zero.timeline.lanes import MARK, RankLanes, chosen, lanes_of
-from lightning_zero.timeline.page import page_html
+from lightning_zero.timeline.page import MARK, RankLanes, chosen, lanes_of, page_html
 
 ROUNDS = 20  # messages to compare clocks
 AFTER = 5  # optimizer steps before the recording
@@ -60,7 +59,7 @@ class Timeline:
                 self.close()
         elif 0 < self._steps < AFTER and self._comm.rank == 0:
             warnings.warn(
-                f"zero.timeline: nothing was recorded, as the run ended after {self._steps} steps. Recording "
+                f"zero.timeline: nothing was recorded, because the run ended after {self._steps} steps. Recording "
                 f"begins after step {AFTER}.",
                 stacklevel=2,
             )
@@ -106,7 +105,7 @@ class Timeline:
             ranks = [lanes_of(rank, map(Span._make, theirs)) for rank, (theirs, _) in enumerate(found)]
             try:
                 self._write(ranks, max(error for _, error in found))
-            except Exception as error:  # training goes on without a timeline: a full disk, say
+            except Exception as error:  # such as a full disk: training continues without a timeline
                 what = f"{self._folder}: {type(error).__name__}: {error}"
                 warnings.warn(f"zero.timeline: {what}", stacklevel=2)
 

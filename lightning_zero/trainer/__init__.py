@@ -3,19 +3,17 @@
 ::
 
     strategy        the methods of a Lightning strategy, in the order of a run
-    run             its base class: what other parts ask of the strategy; steps: the steps of a run
+    run             the strategy's base class, which the other files use
+    steps           the steps of a run, also on parts of sequences and on batches that ranks share; checksums of weights
     saves/          checkpoints          memory/    how much memory a run needs; stage=auto
     callbacks/      ZeroMonitor, and Lightning's callbacks on shards
-    processes       start, connect and end processes; launchers: start them by script or fork
-    allocation      compares what was started with what the run expects; mpirun without mpi4py
-    precision       precision plugin; precision_row and settings are shared with Fabric
+    processes       starts, connects and ends processes; launchers: starts them by script or fork
+    precision       precision plugin; the base class, processes and settings are shared with Fabric
     registration    names for Trainer(strategy=) and Fabric(strategy=)
-    interruptions   SIGTERM and the requeue signal: all ranks end the run at the same step
-    not_finite      names the step at which a loss or norm is NaN or infinite first
+    interruptions   SIGTERM and the requeue signal: all ranks end the run at the same step; NaN and inf in losses
     adapted         gives objects of Lightning our methods where it has no hook; loops: the Trainer's loops
     uneven          ranks with different numbers of batches
-    long_sequences  steps on parts of sequences; sequence_check: compares first steps on parts and on whole sequences
-    shared_batches  checks what ranks that share a batch must have in common
-    step_tokens     means over all tokens of a step; fingerprints: checksums of weights
+    sequence_check  compares the first steps on parts of sequences with steps on whole sequences
+    step_tokens     means over all tokens of a step
     summary         tables at the start and the end
 """

@@ -1,26 +1,24 @@
-"""Change what Lightning's objects do where Lightning has no hook: give a run's objects subclasses with our methods.
+"""Change the behavior of Lightning's objects where Lightning has no hook, by giving a run's objects subclasses with
+methods of this package.
 
-This list (class, our file, methods) is complete for Lightning 2.6.6. Lightning's own classes stay as they are.
-(``registration.py`` replaces a function: what reads the file for ``load_from_checkpoint``.)
+This list (class of Lightning, file of this package, methods) is complete for Lightning 2.6.6. Lightning's own classes
+do not change. (``registration.py`` replaces a function: the one that reads the file for ``load_from_checkpoint``.)
 
 ::
 
-    Trainer                    saves/range_saves                save_checkpoint
-    _FitLoop                   loops                            setup_data
-    _PrefetchDataFetcher       uneven                           reset, __iter__, __next__
-    _TrainingEpochLoop         loops                            advance, _broadcast_sigterm_tensor, on_run_start,
-                                                                _on_before_fetch
-    ModelCheckpoint            saves/kept_files                 _save_checkpoint, _link_checkpoint, _remove_checkpoint,
-                                                                _should_remove_checkpoint
-    WeightAveraging            callbacks/averaging              setup, _swap_models, _copy_average_to_current,
-                                                                on_load_checkpoint
-    StochasticWeightAveraging  callbacks/stochastic_averaging   setup, update_parameters, transfer_weights
-    ModelPruning               callbacks/pruning                setup, _run_pruning, make_pruning_permanent,
-                                                                on_save_checkpoint
-    BaseFinetuning             callbacks/finetuning             filter_on_optimizer, unfreeze_and_add_param_group
+    Trainer                    saves/range_saves     save_checkpoint
+    _FitLoop                   loops                 setup_data
+    _PrefetchDataFetcher       uneven                reset, __iter__, __next__
+    _TrainingEpochLoop         loops                 advance, _broadcast_sigterm_tensor, on_run_start, _on_before_fetch
+    ModelCheckpoint            saves/kept_files      _save_checkpoint, _link_checkpoint, _remove_checkpoint,
+                                                     _should_remove_checkpoint
+    WeightAveraging            callbacks/averaging   setup, _swap_models, _copy_average_to_current, on_load_checkpoint
+    StochasticWeightAveraging  callbacks/averaging   setup, update_parameters, transfer_weights
+    ModelPruning               callbacks/parameters  setup, _run_pruning, make_pruning_permanent, on_save_checkpoint
+    BaseFinetuning             callbacks/parameters  filter_on_optimizer, unfreeze_and_add_param_group
 
-The subclass comes between the user's class and Lightning's: a method of the user's, or a mock, is called first, and its
-``super()`` is ours. Under other strategies our methods call Lightning's.
+The subclass comes between the user's class and Lightning's: a method of the user's class, or a mock, is called first,
+and its ``super()`` calls the method of this package. Under other strategies these methods call Lightning's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Answer signals on all ranks at the same step, and refuse a save after an exception that only some ranks had."""
+"""Answer signals on all ranks at the same step, refuse a save after an exception that only some ranks raised, and warn
+when a loss or gradient norm is NaN or infinite for the first time."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.engine import Engine
@@ -26,7 +28,7 @@ from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, is_
 from lightning_zero.ranks.rendezvous import StartError
 from lightning_zero.ranks.resume import MEET_S, OUTCOME_VARIABLE, REQUEUE, listed, note_job, note_raised, write_outcome
 from lightning_zero.ranks.verdict import PeerError, StallError, is_broken_connection
-from lightning_zero.trainer.not_finite import NotFinite
+from lightning_zero.settings import Precision
 
 ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # attribute of an exception that a save has raised on all ranks
 SAVING_SHARE = 0.05  # largest share of the run's time that periodic saves may take
@@ -35,25 +37,26 @@ _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """Raised on all ranks between two steps to end the run on a signal, after the save if the signal asks for one."""
+    """Raised on all ranks between two steps to end the run after a signal, and after the save that the signal needs."""
 
 
 class Interruptions:
     """Answers signals between two steps. A handler only notes the signal; at each step boundary all ranks agree on it.
 
-    Lightning saves and broadcasts inside handlers. Ranks at different steps would then mix up their collectives. Here a
-    signal to one rank suffices, and ranks agree by one small message per step::
+    Lightning saves and broadcasts inside handlers, so that ranks at different steps would mix up their collectives.
+    Here a signal to one rank suffices, and ranks agree by one small message per step::
 
-        signal             training                                     only evaluating
-        requeue_signal     save, requeue, leave (SLURM only)            requeue
-        SIGTERM            save if asked to (on SLURM always), leave    leave at once
+        signal             training                                                only evaluating
+        requeue_signal     save, requeue, exit (SLURM only)                        requeue
+        SIGTERM            save (on SLURM, or with saves_on_sigterm), exit         exit at once
 
-    A running validation ends first. An existing handler of the requeue signal is replaced: submitit's would not save.
+    A running validation ends first. An existing handler of the requeue signal is replaced, because submitit's handler
+    does not save.
 
     Args:
         saves_on_sigterm: whether to save on SIGTERM outside of SLURM too.
-        save_every_s: seconds between periodic saves (None: none), or more, so that saves take at most
-            :data:`SAVING_SHARE` of the time.
+        save_every_s: least number of seconds between periodic saves; None: no periodic saves. Saves are less frequent
+            if they would take more than :data:`SAVING_SHARE` of the time.
     """
 
     def __init__(
@@ -85,8 +88,8 @@ class Interruptions:
             note_job(folder)  # by now all ranks have read the old note
 
     def take_signals(self) -> None:
-        """Replace the signal handlers that Lightning has just registered. A SIGTERM still calls the user's own handler,
-        too. At the end of the run Lightning restores the handlers that were there before."""
+        """Replace the signal handlers that Lightning has just registered. After a SIGTERM the user's own handler is
+        called too. At the end of the run Lightning restores the earlier handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         before = self._connector._original_handlers.get(signal.SIGTERM)
@@ -122,7 +125,8 @@ class Interruptions:
         return 0 if self._on_slurm else TERMINATED
 
     def before_batch(self) -> None:
-        """Answer signals if the next batch is the first one whose gradients are accumulated for a step. Collective."""
+        """Answer signals if the next batch is the first of the batches whose gradients a step accumulates.
+        Collective."""
         loop = self._loop
         first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         if first_of_window and not loop.restarting:  # leaving inside a window would lose accumulated gradients
@@ -165,10 +169,11 @@ class Interruptions:
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
-        """Give the Trainer's loops, in the body, the state in which Lightning saves. They keep it after an exception.
+        """In the body, give the Trainer's loops the state in which Lightning saves. After an exception the loops keep
+        this state.
 
-        Lightning saves before it counts a step for loggers, and adds that step on load; so the body sees one step less.
-        A batch that is counted as fetched but not begun tells Lightning that earlier validations are done.
+        Lightning saves before it counts a step for loggers, and adds that step when it loads, so the body sees one step
+        less. A batch that is counted as fetched but not begun tells Lightning that earlier validations are done.
         """
         loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
         loop.batch_progress.increment_ready()
@@ -231,7 +236,7 @@ class Interruptions:
         except OSError as error:
             failure = str(error)
         if failure:
-            rank_zero_warn(f"the job {job} is not requeued and runs to its end: scontrol requeue: {failure}")
+            rank_zero_warn(f"scontrol requeue {job} failed, so the job continues to its time limit: {failure}")
         return not failure
 
 
@@ -247,7 +252,7 @@ def repair_counts(trainer: pl.Trainer) -> None:
 
 
 def step_plateau_schedulers(trainer: pl.Trainer) -> None:
-    """Let ReduceLROnPlateau schedulers step after a resumed epoch if their metric was logged. Lightning skips them."""
+    """Let ReduceLROnPlateau schedulers step after a resumed epoch if their metric was logged: Lightning does not."""
     loop = trainer.fit_loop
     monitors = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
     if loop.restarting and monitors and all(monitor in trainer.callback_metrics for monitor in monitors):
@@ -260,8 +265,8 @@ def failed_on_all_ranks(error: Exception) -> bool:
 
 
 def note_failure(error: BaseException) -> None:
-    """Note for the job's script an ``error`` that this rank raised before anything was trained, unless it is about
-    another rank, a message, a device or a file system: the next start of the job may be spared it."""
+    """Note, for the job's script, that this rank raised ``error`` before anything was trained. Do not note errors about
+    another rank, a message, a device or a file system, which may not occur again when the job is restarted."""
     others = PeerError, StallError, StartError, FailedElsewhereError, dist.DistError, torch.AcceleratorError, OSError
     own = isinstance(error, FileNotFoundError) or not (isinstance(error, others) or is_broken_connection(error))
     if isinstance(error, Exception) and own:
@@ -269,14 +274,76 @@ def note_failure(error: BaseException) -> None:
 
 
 def refuse_lonely_save(engine: Engine) -> None:
-    """While an exception is handled, raise RuntimeError unless all ranks call this within :data:`MEET_S`. A save by
-    some ranks would hang: see [Note: what a rank does when another dies]."""
+    """While an exception is handled, raise RuntimeError unless all ranks call this within :data:`MEET_S`, because a
+    save by only some ranks would hang: see [Note: what a rank does when another dies]."""
     if sys.exc_info()[0] is None:
         return
     missing = engine.comm.waits.missing_here(MEET_S)
     if missing:
         raise RuntimeError(
-            f"no checkpoint is saved on this exception: rank(s) {missing} did not fail at the same place within "
-            f"{MEET_S:g} s, and a checkpoint needs all ranks. Resume from the last regular checkpoint "
+            f"no checkpoint is saved on this exception: a checkpoint needs all ranks, but rank(s) {missing} did not "
+            f"fail at the same place within {MEET_S:g} s. Resume from the last regular checkpoint "
             "(ModelCheckpoint(every_n_train_steps=...))."
+        )
+
+
+_STEPS = 2**40  # more than any run has; an earlier step is a larger finding
+
+
+class NotFinite:
+    """Checks losses and gradient norms of steps once their copies have reached the host. The host never waits for a
+    copy. Ranks exchange their findings in the message about signals."""
+
+    def __init__(self, trainer: Any, engine: Engine) -> None:
+        self._trainer, self._streams = trainer, engine.comm.streams
+        self._rank, self._ranks = engine.comm.rank, engine.comm.world_size
+        skips = engine.config.optimizer.skip_nonfinite is not None
+        self._skips = skips or engine.passes.precision is Precision.fp16
+        self._coming: list[tuple[int, bool, Tensor, Any]] = []
+        self._found = 0
+        self._norm: float | None = None
+        self._said = False
+
+    def note(self, number: Tensor, *, is_norm: bool = False) -> None:
+        """Note a loss of this rank, or a norm, of the step that is being made."""
+        # Norms that overflow are skipped, and with a loss scale the first ones do.
+        matters = not self._said and not (is_norm and self._skips)
+        if number.dim() == 0 and (matters or is_norm):
+            step = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+            finding = (_STEPS - step) * (self._ranks + 1) + (0 if is_norm else self._ranks - self._rank)
+            self._coming.append((finding * matters, is_norm, *self._streams.to_host(number.detach())))
+
+    def _take(self) -> None:
+        """Look at the numbers that have come."""
+        while self._coming and ((event := self._coming[0][3]) is None or self._streams.accelerator.is_over(event)):
+            finding, is_norm, number, _ = self._coming.pop(0)
+            if is_norm:
+                self._norm = float(number)
+            if not torch.isfinite(number):
+                self._found = self._found or finding
+
+    @property
+    def found(self) -> int:
+        """Return this rank's first finding whose number has come, which says step and rank; 0: none."""
+        self._take()
+        return self._found
+
+    @property
+    def norm(self) -> float | None:
+        """Return the last norm by which gradients were clipped, of those that have come; None: none has."""
+        self._take()
+        return self._norm
+
+    def say(self, finding: int) -> None:
+        """Warn of the first ``finding`` of all ranks."""
+        if not finding or self._said:
+            return
+        self._said, self._found = True, 0
+        self._coming.clear()
+        left, place = divmod(finding, self._ranks + 1)
+        what = f"the loss of rank {self._ranks - place}" if place else "the norm of gradients"
+        skips = "Such steps are skipped" if self._skips else "Set zero.optimizer.skip_nonfinite=5 to skip such steps"
+        rank_zero_warn(
+            f"{what} is NaN or infinite at step {_STEPS - left} (as loggers count), for the first time. {skips}. "
+            "Trainer(detect_anomaly=True) names the operation."
         )

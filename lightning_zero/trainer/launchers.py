@@ -1,13 +1,14 @@
-"""Start processes: by running the script again, or by fork in a notebook. One process in a notebook needs no start.
+"""Start processes: by running the script again, or by fork in a notebook. A notebook that trains in its own process
+starts none.
 
 Forked processes get copies of the notebook's objects, train the copies, and end. Rank 0 sends the Trainer's results and
-the weights back to the notebook. Not everything survives a fork::
+the weights back to the notebook. Some states of a process do not survive a fork::
 
     CUDA in use            refused before the fork
     a process group        refused before the fork
     autograd's threads     refused before the fork
     a sharded module       unsharded first: its shards are for another number of ranks
-    a pool of OpenMP       children would wait for its threads forever, so they compute on one thread
+    a pool of OpenMP       a child would wait forever for the pool's threads, so it computes on one thread
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from lightning_zero.ranks.resume import newest_checkpoint
 from lightning_zero.settings import CheckpointFormat, ConfigError, names_arguments
 from lightning_zero.tiers.remote import RemotePath, place
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
-from lightning_zero.trainer.saves.job_checkpoints import in_own_job
+from lightning_zero.trainer.saves.kept_files import in_own_job
 
 PROBE_S = 3.0
 _THREADS = "OMP_NUM_THREADS"
 
 
 def threads_of(processes: int) -> int:
-    """Return how many threads Lightning gives each of ``processes`` processes on this host: its share of the cores."""
+    """Return how many threads Lightning gives each of ``processes`` processes on this host: an equal share of cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes)
 
@@ -65,9 +66,9 @@ def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
         return False
     if processes > 1:
         raise ConfigError(
-            f"strategy: expected one device in a notebook, where there is no script that other processes could run, "
-            f"got {processes} processes. Use strategy='zero3_notebook', or another preset that ends in _notebook "
-            "(start_method='fork'), whose processes are forked; or devices=1; or run a script."
+            f"strategy: expected one process in a notebook, which has no script that other processes could run, got "
+            f"{processes} processes. Set strategy='zero3_notebook' (or another preset that ends in _notebook, or "
+            "start_method='fork') to fork processes, set devices=1, or run a script."
         )
     return True
 
@@ -79,14 +80,16 @@ class Forking:
 
     @contextlib.contextmanager
     def _fit_to_fork(self, trains: bool = True) -> Iterator[None]:
-        """Raise ConfigError if processes forked in the body could not train. Give each one thread if two would hang."""
+        """Raise ConfigError if processes forked in the body could not train. Give each process a single thread if
+        several threads would hang."""
         _refuse_fork(trains)
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)
         if planned > 1 and not _threads_survive():
             rank_zero_warn(
-                "this notebook has computed on several threads, which a forked process cannot use: the processes "
-                "compute on one thread each. Restart the kernel, and train before anything is computed, to have more."
+                "this notebook has computed on several threads, which a forked process cannot use, so each process "
+                "computes on one thread. To use more threads, restart the kernel, and train before you compute "
+                "anything."
             )
             os.environ[_THREADS] = "1"
         try:
@@ -161,7 +164,8 @@ def _names_as_given(trainer: pl.Trainer | None) -> contextlib.AbstractContextMan
 
 
 class NoCheckpointError(ConfigError, FileNotFoundError):
-    """Raised if there is no file to load. It is a FileNotFoundError too, as Lightning raises."""
+    """Raised if the checkpoint to load does not exist. Also a FileNotFoundError, which Lightning raises in this
+    case."""
 
 
 def _check_folders(trainer: pl.Trainer) -> None:
@@ -178,8 +182,8 @@ def _check_folders(trainer: pl.Trainer) -> None:
     for callback, folder in zip(trainer.checkpoint_callbacks, folders, strict=False):
         if getattr(callback, "save_last", None) == "link" and isinstance(place(folder), RemotePath):
             raise ConfigError(
-                f"ModelCheckpoint(save_last=): expected true or false with a folder in an object store, which has no "
-                f"links, got 'link' with {folder}. Change save_last."
+                f"ModelCheckpoint(save_last=): expected true or false with a folder in an object store, which cannot "
+                f"hold links, got 'link' with {folder}. Change save_last."
             )
     for folder in dict.fromkeys(folders):
         if isinstance(found := place(folder), RemotePath):
@@ -189,8 +193,8 @@ def _check_folders(trainer: pl.Trainer) -> None:
                 tried.unlink()
             except Exception as error:  # a missing package, no such bucket, no rights
                 raise ConfigError(
-                    f"ModelCheckpoint(dirpath=), default_root_dir: expected a place that can be written, got {folder}: "
-                    f"{type(error).__name__}: {error}. Change the folder, or what the cause names."
+                    "ModelCheckpoint(dirpath=), default_root_dir: expected a folder in which this process can write, "
+                    f"got {folder}: {type(error).__name__}: {error}. Change the folder, or correct the cause."
                 ) from error
 
 
@@ -201,14 +205,14 @@ def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: A
         return
     if str(path) not in ("best", "last", "hpc") and "registry" not in str(path).lower() and not os.path.exists(path):
         raise NoCheckpointError(
-            f"ckpt_path: expected a checkpoint, got {str(path)!r}: there is nothing. Give another path, or make the "
-            "file before the call, not in prepare_data or setup."
+            f"ckpt_path: expected a checkpoint, got {str(path)!r}, which does not exist. Change ckpt_path, or write "
+            "the file before this call, not in prepare_data or setup."
         )
 
 
 def _with_last(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of ``function`` with an address in place of ``ckpt_path="last"`` if a ModelCheckpoint saves
-    to an object store, where Lightning finds nothing and so begins anew."""
+    """Return the arguments of ``function``. If a ModelCheckpoint saves to an object store, replace ``ckpt_path="last"``
+    by an address: Lightning would find no checkpoint there, and would begin a new run."""
     given = inspect.signature(function).bind(*args, **kwargs)
     if given.arguments.get("ckpt_path") == "last":
         saves = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
@@ -221,25 +225,32 @@ def _with_last(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwa
 
 def _refuse_fork(trains: bool) -> None:
     """Raise ConfigError if this process has what a forked process could not use: CUDA, a process group, or, if the run
-    ``trains``, autograd's threads. A backward starts these where torch knows a GPU, or has computed without values."""
-    way = "Restart the kernel, and leave that to the processes, or run a script with strategy='zero3'."
-    if is_in_use():
-        raise ConfigError(
-            "start_method='fork' (a preset that ends in _notebook): expected no use of CUDA before the run, got CUDA "
-            "initialized in this process (a tensor or a module moved to a GPU, a call of torch.cuda), which a forked "
-            f"process cannot use. {way}"
-        )
-    if dist.is_available() and dist.is_initialized():
-        raise ConfigError(
-            "start_method='fork' (a preset that ends in _notebook): expected no process group before the run, got one, "
-            f"whose connections forked processes would share. Call torch.distributed.destroy_process_group(). {way}"
-        )
-    if trains and any(name.startswith("pt_autograd") for name in _thread_names()):
-        raise ConfigError(
-            "start_method='fork' (a preset that ends in _notebook): expected no backward before training, got one in "
-            "this process (lightning_zero.plan_memory computes one too): torch refuses the next one in a forked "
-            f"process. {way}"
-        )
+    ``trains``, autograd's threads. A backward starts these threads if torch sees a GPU or has computed on meta
+    tensors."""
+    for is_there, expected, got in (
+        (
+            is_in_use(),
+            "no use of CUDA before the run",
+            "CUDA initialized in this process (by a tensor or a module on a GPU, or a call of torch.cuda), which a "
+            "forked process cannot use",
+        ),
+        (
+            dist.is_available() and dist.is_initialized(),
+            "no process group before the run",
+            "one, whose connections forked processes would share. Call torch.distributed.destroy_process_group()",
+        ),
+        (
+            trains and any(name.startswith("pt_autograd") for name in _thread_names()),
+            "no backward before training",
+            "one in this process (lightning_zero.plan_memory computes one too), after which torch refuses a backward "
+            "in a forked process",
+        ),
+    ):
+        if is_there:
+            raise ConfigError(
+                f"start_method='fork' (a preset that ends in _notebook): expected {expected}, got {got}. Restart the "
+                "kernel and train first, or run a script with strategy='zero3'."
+            )
 
 
 def _thread_names() -> Iterator[str]:
@@ -250,7 +261,12 @@ def _thread_names() -> Iterator[str]:
 
 def _threads_survive() -> bool:
     """Return whether a forked process can compute on several threads, by forking one that tries."""
-    probe = multiprocessing.get_context("fork").Process(target=_compute_on_threads, daemon=True)
+
+    def compute() -> None:
+        torch.set_num_threads(2)
+        torch.ones(2**18).add_(1)
+
+    probe = multiprocessing.get_context("fork").Process(target=compute, daemon=True)
     probe.start()
     probe.join(PROBE_S)
     found = probe.exitcode == 0
@@ -259,8 +275,3 @@ def _threads_survive() -> bool:
         probe.join()
     probe.close()
     return found
-
-
-def _compute_on_threads() -> None:
-    torch.set_num_threads(2)
-    torch.ones(2**18).add_(1)

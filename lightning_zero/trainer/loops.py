@@ -1,4 +1,4 @@
-"""Adapt a run's objects to our strategy. The Trainer's loops report each fetch to Interruptions and RandomNumbers."""
+"""Adapt a run's objects to ZeroStrategy. The Trainer's loops report each fetch to Interruptions and RandomNumbers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from lightning_zero.lightning_api import COLLECTIVE, FitLoop, TrainingEpochLoop
 from lightning_zero.settings import ConfigError
 from lightning_zero.trainer import uneven
 from lightning_zero.trainer.adapted import adapt, is_ours
-from lightning_zero.trainer.callbacks.averaging import AveragesShards
-from lightning_zero.trainer.callbacks.finetuning import FinetunesShards
-from lightning_zero.trainer.callbacks.pruning import PrunesShards
-from lightning_zero.trainer.callbacks.stochastic_averaging import AveragesShardsStochastically
+from lightning_zero.trainer.callbacks.averaging import AveragesShards, AveragesShardsStochastically
+from lightning_zero.trainer.callbacks.parameters import FinetunesShards, PrunesShards
 from lightning_zero.trainer.interruptions import Interruptions
 from lightning_zero.trainer.saves.kept_files import KeepsFiles
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
@@ -74,17 +72,17 @@ ADAPTED = (
 
 
 def adapt_run(trainer: Any) -> None:
-    """Give the Trainer, its loops and its callbacks subclasses with our methods; see ``adapted.py``."""
+    """Give the Trainer, its loops and its callbacks subclasses with methods of this package; see ``adapted.py``."""
     adapt([trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop, *trainer.callbacks], ADAPTED)
 
 
 def compare_callbacks(trainer: Any) -> None:
-    """Raise ConfigError on all ranks if some rank has a callback whose messages others do not send. Collective."""
+    """Raise ConfigError on all ranks if ranks have different callbacks among those that send messages. Collective."""
     own = [kind.__name__ for kind in COLLECTIVE for callback in trainer.callbacks if isinstance(callback, kind)]
     found = trainer.strategy._gather_objects(", ".join(own) or "none", "the callbacks of the Trainer")
     for rank, names in enumerate(found):
         if names != found[0]:
             raise ConfigError(
-                f"callbacks: expected on each rank those that take all ranks, got {found[0]} on rank 0 and {names} on "
-                f"rank {rank}. Give all ranks the same, also from configure_callbacks."
+                f"callbacks: expected the same collective callbacks on all ranks, got {found[0]} on rank 0 and {names} "
+                f"on rank {rank}. Give all ranks the same callbacks, also in configure_callbacks."
             )

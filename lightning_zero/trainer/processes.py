@@ -1,13 +1,15 @@
-"""Start, connect and end the processes of a run, for the strategies of the Trainer and of Fabric."""
+"""Start, connect and end the processes of a run, for the strategies of the Trainer and of Fabric, and compare the
+processes that a launcher has started with those that the run expects."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import socket
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -22,14 +24,25 @@ from lightning_zero.comm.groups import even_alone
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import bind_near, default_device
 from lightning_zero.engine.engine import Engine, engines
-from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, pl, rank_zero_info, reduce_tensor
+from lightning_zero.lightning_api import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    init_process_group,
+    pl,
+    rank_zero_info,
+    reduce_tensor,
+)
 from lightning_zero.planning.topology import Ranks, check_groups, flat
 from lightning_zero.ranks import rendezvous
+from lightning_zero.ranks.started_by import launched
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.settings import ConfigError, ZeroConfig, names_arguments
 from lightning_zero.tiers.limits import available_cpus
 from lightning_zero.trainer import launchers
-from lightning_zero.trainer.allocation import check_allocation, own_environment
 from lightning_zero.trainer.settings import RunPlan
 
 T = TypeVar("T")
@@ -78,8 +91,8 @@ class Processes:
         """
         if start_method not in _START_METHODS:
             raise ConfigError(
-                f"start_method: expected one of {', '.join(_START_METHODS)}, got {start_method!r}. In a notebook use "
-                "'fork' (strategy='zero3_notebook'); elsewhere run a script, whose processes 'popen' starts."
+                f"start_method: expected one of {', '.join(_START_METHODS)}, got {start_method!r}. Set 'fork' in a "
+                "notebook (strategy='zero3_notebook'), and 'popen' in a script."
             )
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -103,8 +116,8 @@ class Processes:
 
     @property
     def _is_led(self) -> bool:
-        """Return whether the environment has made the process group, of another number of ranks than the Trainer was
-        told: under Ray Train, whose workers all have ``devices="auto"``."""
+        """Return whether the environment has made the process group with another number of ranks than the Trainer's
+        arguments give, as under Ray Train, whose workers all have ``devices="auto"``."""
         environment, own = self.cluster_environment, self.num_nodes * self.num_processes
         if environment is None or environment.world_size() == own or not dist.is_initialized():
             return False
@@ -149,9 +162,9 @@ class Processes:
             check_groups(self.config, self._n_ranks)
         if self.global_rank == 0 and self.num_nodes > 1 and self.num_processes % self.config.tensor_parallel:
             warnings.warn(
-                f"zero.tensor_parallel={self.config.tensor_parallel}: with {self.num_processes} rank(s) on a node some "
-                "ranks that share a batch are on several nodes, and exchange activations between these in every layer. "
-                "Choose a divisor of trainer.devices.",
+                f"zero.tensor_parallel={self.config.tensor_parallel}: with {self.num_processes} rank(s) on a node, "
+                "ranks that share a batch are on different nodes, which exchange activations in every layer. Set "
+                "zero.tensor_parallel to a divisor of trainer.devices.",
                 stacklevel=2,
             )
         check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
@@ -169,8 +182,9 @@ class Processes:
         Ended.failed = False  # all ranks survived the exception of an earlier run
         if dist.is_initialized() and (there := dist.get_world_size()) != self._n_ranks:
             raise ConfigError(
-                f"trainer.num_nodes x trainer.devices: expected {there}, as many as processes run this script already, "
-                f"got {self.num_nodes} x {self.num_processes}. Use the same numbers, or another script."
+                f"trainer.num_nodes x trainer.devices: expected {there}, the number of processes that already run this "
+                f"script, got {self.num_nodes} x {self.num_processes}. Give the same numbers to all Trainers of a "
+                "script."
             )
         super().setup_environment()  # type: ignore[misc]
         self._set_world_ranks()
@@ -187,8 +201,8 @@ class Processes:
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
 
     def _join(self) -> None:
-        """Make the default process group of all ranks. It is not bound to a device, because NCCL would then at once
-        allocate up to a gigabyte for a communicator without use. Collective."""
+        """Make the default process group of all ranks. It is not bound to a device: otherwise NCCL would at once
+        allocate up to a gigabyte for a communicator that is not used. Collective."""
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
@@ -214,8 +228,8 @@ class Processes:
             rank_zero_info(line)
 
     def _end_forked(self, *, failed: bool) -> None:
-        """Close files and process group at the end of a forked process, which runs no exit handlers. ``failed``:
-        whether it raised."""
+        """Close files and the process group at the end of a forked process, which runs no exit handlers. ``failed``:
+        whether the process raised an exception."""
         Ended.failed |= failed
         for engine in engines():
             engine.tiers.close()
@@ -253,7 +267,7 @@ class Processes:
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
     def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
-        """During the body, tell ranks that wait for this one that it is in ``what``, a collective of Lightning's."""
+        """During the body, let ranks that wait for this rank know that it is in ``what``, a collective of Lightning."""
         waits = self._waits if group is None or group is dist.group.WORLD else None
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
@@ -263,21 +277,21 @@ class Processes:
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 
     def _together(self, what: str, act: Callable[[], T]) -> T:
-        """Return ``act()``, called on each rank. It must send no messages. If it fails on any, all raise.
-        Collective."""
+        """Call ``act``, which must send no messages, on each rank, and return its result. If it raises on any rank, all
+        ranks raise. Collective."""
         waits = self._waits
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
 
 class Ended:
-    """How this process's last run ended. After an exception (``failed``) the process does not wait for other ranks: see
-    [Note: what a rank does when another dies]."""
+    """How the last run of this process ended. After an exception (``failed``) the process does not wait for other
+    ranks: see [Note: what a rank does when another dies]."""
 
     failed = False
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group on all ranks at exit: gloo else aborts at random. After an error, do nothing."""
+    """Destroy the process group on all ranks at exit; otherwise gloo aborts at random. After an error, do nothing."""
     if Ended.failed or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):
@@ -287,3 +301,122 @@ def destroy_process_group() -> None:
             work = dist.barrier(async_op=True)
             work.wait(timedelta(seconds=EXIT_BARRIER_S))
         dist.destroy_process_group()
+
+
+# -- what a launcher has started, as the environment of this process says ----------------------------------------------
+
+DEFAULT_PORT = 29500
+
+
+def check_allocation(
+    environment: ClusterEnvironment, *, nodes: int, devices: int, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Raise ConfigError if the launcher has not started ``devices`` processes on each of ``nodes`` nodes."""
+    if isinstance(environment, LightningEnvironment) and _in_pod(environ):
+        told = environ["WORLD_SIZE"]
+        if told not in (str(nodes), str(nodes * devices)):
+            raise ConfigError(
+                f"trainer.num_nodes: expected the number of pods of the PyTorchJob, whose WORLD_SIZE is {told} (the "
+                f"number of pods, or of pods times trainer.devices), got trainer.num_nodes={nodes} "
+                f"trainer.devices={devices}. Change trainer.num_nodes and trainer.devices, or the job's replicas."
+            )
+    if isinstance(environment, LightningEnvironment) and nodes > 1:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        missing += ["NODE_RANK"] if not {"NODE_RANK", "GROUP_RANK"} & environ.keys() else []
+        if missing:
+            raise ConfigError(
+                f"trainer.num_nodes: expected {', '.join(missing)} in the environment of each of {nodes} nodes, got "
+                "none. Set MASTER_ADDR to the address of node 0, MASTER_PORT to a free port of node 0, and NODE_RANK "
+                f"to 0 .. {nodes - 1}; or start the script with {flags('torchrun', nodes, devices)} or srun; or set "
+                "trainer.num_nodes=1."
+            )
+        node = environ.get("NODE_RANK", environ.get("GROUP_RANK", ""))
+        if not node.isdigit() or int(node) >= nodes:
+            raise ConfigError(
+                f"NODE_RANK: expected 0 .. {nodes - 1} (trainer.num_nodes={nodes}), got {node!r}. "
+                "Change NODE_RANK or trainer.num_nodes."
+            )
+    if isinstance(environment, LightningEnvironment) or not environment.creates_processes_externally:
+        return
+    found = launched(environ)
+    world = environment.world_size()
+    known = found is not None and found.world_size == world and found.nodes and found.local_world_size
+    if known:
+        assert found is not None and found.local_world_size is not None and found.nodes is not None
+        if found.world_size != found.local_world_size * found.nodes:
+            raise ConfigError(
+                f"{found.by}: expected equally many processes on every node, got {found.local_world_size} on this one "
+                f"and {world} on {found.nodes} nodes. Start the processes with {flags(found.by, nodes, devices)}."
+            )
+        if (found.nodes, found.local_world_size) == (nodes, devices):
+            return
+    elif world == nodes * devices:
+        return
+    by = found.by if found is not None else type(environment).__name__
+    split = f" ({found.local_world_size} on each of {found.nodes} nodes)" if known and found else ""
+    fix = "trainer.num_nodes and trainer.devices"
+    if known and found:
+        fix = f"trainer.num_nodes={found.nodes} trainer.devices={found.local_world_size}"
+    raise ConfigError(
+        f"trainer.num_nodes x trainer.devices: expected the {world} processes that {by} has started{split}, got "
+        f"{nodes} x {devices} = {nodes * devices}. Set {fix}, or start {nodes * devices} processes: "
+        f"{flags(by, nodes, devices)}."
+    )
+
+
+def flags(by: str, nodes: int, devices: int) -> str:
+    """Return the command or words by which the launcher ``by`` starts ``devices`` processes on ``nodes`` nodes."""
+    return {
+        "torchrun": f"torchrun --nnodes={nodes} --nproc-per-node={devices}",
+        "srun": f"srun --nodes={nodes} --ntasks-per-node={devices}",
+        "mpirun": f"mpirun -n {nodes * devices}, {devices} on each node",
+    }.get(by, f"{devices} on each of {nodes} nodes")
+
+
+def check_srun(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError, with the missing flag, if Lightning would fail under this process's srun call."""
+    tasks = environ.get("SLURM_NTASKS", "1")
+    found = launched(environ)
+    if found is not None and found.by == "srun" and tasks != "1" and "SLURM_NTASKS_PER_NODE" not in environ:
+        nodes = found.nodes or 1
+        per_node = found.local_world_size or tasks
+        raise ConfigError(
+            f"srun: expected the option --ntasks-per-node, got {tasks} tasks on {nodes} node(s) without this option. "
+            f"Pass --nodes={nodes} --ntasks-per-node={per_node} to srun and in the sbatch script."
+        )
+
+
+def _in_pod(environ: Mapping[str, str]) -> bool:
+    """Return whether ``RANK`` is the number of a node, as in a pod of a PyTorchJob, which starts its own processes."""
+    return launched(environ) is None and environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def own_environment() -> ClusterEnvironment | None:
+    """If mpirun has started this process and Lightning does not detect it, set torchrun's variables and return
+    torchrun's environment; otherwise return ``None``. Lightning detects mpirun only if mpi4py is installed, and
+    Kubeflow's PyTorchJob only by a plugin, so for the latter this sets ``NODE_RANK``. Without the variables every
+    process would act as rank 0 and start further processes. Raises ConfigError if this process's rank or the address of
+    rank 0 is unknown."""
+    place = launched()
+    if _in_pod(os.environ):
+        os.environ.setdefault("NODE_RANK", os.environ["RANK"])
+    others = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment)
+    if place is None or place.by != "mpirun" or place.world_size in (None, 1) or any(e.detect() for e in others):
+        return None
+    if place.rank is None or place.local_rank is None or place.local_world_size is None:
+        raise ConfigError(
+            "mpirun: expected the local rank of each process in OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID or "
+            "MV2_COMM_WORLD_LOCAL_RANK, got none. Start the processes with torchrun, or install mpi4py."
+        )
+    if "MASTER_ADDR" not in os.environ and place.world_size != place.local_world_size:
+        raise ConfigError(
+            "MASTER_ADDR: expected the address of the node of rank 0 (mpirun has started processes on several nodes), "
+            "got none. Pass -x MASTER_ADDR=<name> -x MASTER_PORT=<port> to mpirun (MPICH, Intel MPI: -genv)."
+        )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
+    names = {"RANK": place.rank, "LOCAL_RANK": place.local_rank, "WORLD_SIZE": place.world_size}
+    names["GROUP_RANK"] = place.rank // place.local_world_size
+    os.environ.update({name: str(value) for name, value in names.items()})
+    rank_zero_only.rank = place.rank  # type: ignore[attr-defined]
+    return TorchElasticEnvironment()

@@ -48,17 +48,17 @@ def _fill(module: ModuleType) -> None:
         module.pl_load = partial(_load, module.pl_load)  # type: ignore[attr-defined]
         return
     registry: Any = getattr(module, _REGISTRIES[module.__name__][0])
-    for preset, row in PRESETS.items():
-        text = f"ZeRO: stage={row.stage}, offload={row.offload}, start_method={row.start_method}"
-        for name in map(_Name, (preset, f"{_ALIAS}{preset}")):
+    for key, preset in PRESETS.items():
+        text = f"ZeRO: stage={preset.stage}, offload={preset.offload}, start_method={preset.start_method}"
+        for name in map(_Name, (key, f"{_ALIAS}{key}")):
             if name not in registry:
                 name.registry = registry
                 registry.register(name, partial(_make_strategy, module.__name__, name), description=text)
 
 
 class _Name(str):
-    """A preset's name in a registry. Lightning compares all registered names with one that is not, which it refuses:
-    then the nearest preset says that it may be meant."""
+    """A preset's name in a registry. Before Lightning refuses an unknown name, it compares that name with all
+    registered names; then the nearest preset warns that the user may have meant it."""
 
     registry: Container[str] = ()
 
@@ -80,11 +80,9 @@ def _make_strategy(module: str, name: str) -> Any:
     from lightning_zero.lightning_api import check_package
 
     check_package(ASKED[-1])
-    row, (_, home, strategy) = PRESETS[name.removeprefix(_ALIAS)], _REGISTRIES[module]
-    prefix = "DDP" if name.startswith(_ALIAS) else ""
-    return getattr(importlib.import_module(home), prefix + strategy)(
-        row.stage, offload=row.offload, start_method=row.start_method
-    )
+    preset, (_, home, strategy) = PRESETS[name.removeprefix(_ALIAS)], _REGISTRIES[module]
+    kind = getattr(importlib.import_module(home), ("DDP" if name.startswith(_ALIAS) else "") + strategy)
+    return kind(preset.stage, offload=preset.offload, start_method=preset.start_method)
 
 
 def _load(theirs: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
@@ -103,7 +101,8 @@ def _load(theirs: Any, path: Any, map_location: Any = None, weights_only: bool |
 
 
 class _Registration(MetaPathFinder):
-    """Import hook that registers the presets when a module of Lightning that has a registry is imported, or loads."""
+    """Import hook that acts when a module of Lightning is imported: it registers presets in the module's registry, or
+    lets the module load folders."""
 
     def __init__(self) -> None:
         self._finding = False

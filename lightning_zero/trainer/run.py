@@ -1,4 +1,4 @@
-"""What the parts of a Trainer's run ask of its strategy."""
+"""The base class of the Trainer's strategy, with what the other parts of a run use."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
         """Return the engine of the connected LightningModule; raise RuntimeError if the module is not sharded yet."""
         if (engine := self._engine_that_waits) is None:
             raise RuntimeError(
-                "the LightningModule is not sharded yet: that happens after the setup() and configure_model() hooks. "
-                "Use this from on_fit_start on."
+                "strategy.engine: expected a sharded LightningModule, got one that is not sharded yet. The strategy "
+                "shards the module after the setup() and configure_model() hooks: use the engine in on_fit_start or "
+                "later."
             )
         return engine
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether there are several ranks. Without this Lightning would give every rank the same data."""
+        """Return whether there are several ranks. If this were False, Lightning would give all ranks the same data."""
         return self._n_ranks > 1
 
     @property
@@ -57,8 +58,7 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
     def _settings_of_front(self) -> dict[str, Any]:
         row, loss = self.precision_plugin.row, self.config.loss
         settings: dict[str, Any] = {"zero.precision.name": row.name, "zero.loss": loss.name}
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        if trainer is not None:
+        if (trainer := self._trainer_of_run) is not None:
             names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
             settings |= {f"trainer.{name}": getattr(trainer, name) for name in names}
         return settings
@@ -68,16 +68,20 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
         return engine_of(self.lightning_module) if self.lightning_module is not None else None
 
     @property
+    def _trainer_of_run(self) -> Any:
+        """Return the Trainer of the connected LightningModule; None without module or Trainer."""
+        return self.lightning_module._trainer if self.lightning_module is not None else None
+
+    @property
     def _shows_tables(self) -> bool:
         """Return whether this process prints tables: rank 0 of a Trainer that has a ModelSummary callback."""
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        callbacks = getattr(trainer, "callbacks", [])
+        callbacks = getattr(self._trainer_of_run, "callbacks", [])
         return self.is_global_zero and any(isinstance(c, pl.callbacks.ModelSummary) for c in callbacks)
 
     @property
     def _long_work(self) -> LongWork:
         """Return the progress display for long work, shown on rank 0 if the Trainer shows a progress bar."""
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        trainer = self._trainer_of_run
         bar = trainer.progress_bar_callback if trainer is not None else None
         is_wanted = trainer is None or (bar is not None and not getattr(bar, "is_disabled", False))
         return LongWork(self.is_global_zero and is_wanted)

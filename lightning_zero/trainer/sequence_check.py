@@ -52,11 +52,12 @@ class SequenceCheck:
         self.found: Found | None = None
 
     def before(self, name: str, step: Callable[..., Any], args: Any, *, together: bool) -> None:
-        """Try the step ``name`` on short sequences of its batch, once whole and once in parts. Do so once for each
-        structure of batches, and again before steps 2, 4, 8, ... while some gradient is zero, because what lies behind
-        weights that begin with zeros shows nothing. Raise ConfigError on all ranks if the results differ. Collective.
+        """Try the step ``name`` on short sequences of its batch, once whole and once in parts. This is done once for
+        each structure of batches, and again before steps 2, 4, 8, ... while some gradient is zero, because a gradient
+        that is zero (behind weights that begin with zeros) cannot show a difference. Raise ConfigError on all ranks if
+        the results differ. Collective.
 
-        ``together``: whether all ranks call this now. If not, a check runs only where all ranks share one sequence.
+        ``together``: whether all ranks call this now. If not, a check runs only if all ranks share one sequence.
         """
         kind = f"{name} {kind_of(args[0])}"
         self._counts[kind] = count = self._counts.get(kind, 0) + 1
@@ -82,8 +83,9 @@ class SequenceCheck:
                     self._known.add(kind)
                 return
         rank_zero_warn(
-            f"zero.sequence_parallel: {name} in parts could not be compared with one of whole sequences by this batch: "
-            "its loss is not finite, or has no gradients. The next batch is tried."
+            f"zero.sequence_parallel: this batch cannot show whether {name} gives the same results on parts of "
+            "sequences as on whole sequences, because its loss is not finite or has no gradients. The next batch is "
+            "tried."
         )
 
     def _any(self, flag: bool) -> bool:
@@ -104,9 +106,9 @@ class SequenceCheck:
         each rank's results on parts."""
         if written:
             raise ConfigError(
-                f"zero.sequence_parallel: expected that {name} leaves parameters to optimizers, got a write to "
-                f"{written[0]} (it was tried on a short piece of the first batch, and the write would stay). Write in "
-                "on_train_batch_end, inside lightning_zero.gather(self). Or set zero.sequence_parallel=1."
+                f"zero.sequence_parallel: expected {name} not to change parameters, got a write to {written[0]}. "
+                f"({name} was tried on a short piece of the first batch, and the write would remain.) Write to "
+                "parameters in on_train_batch_end, inside lightning_zero.gather(self), or set zero.sequence_parallel=1."
             )
         rank, ranks = self._group.rank, [Found(**found) for found in table]
         rounding, ranks[rank] = unit([whole, *ranks]), parts
@@ -169,7 +171,7 @@ class SequenceCheck:
             self._module.backward(loss, *args, **kwargs)
 
     def _log(self, name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **more: Any) -> None:
-        """Record a number that the trial step logs. During the step this replaces the module's ``log``."""
+        """Record a number that the trial step logs. During the step this method replaces the module's ``log``."""
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             assert self.found is not None
             self.found.logged[name] = float(value), str(getattr(reduce_fx, "__name__", reduce_fx))

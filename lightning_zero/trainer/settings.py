@@ -15,23 +15,18 @@ from lightning_zero.planning.activations import Activations
 from lightning_zero.settings import LossMean, Precision, Uneven, ZeroConfig, check_prefetch, make_config, make_folder
 from lightning_zero.tiers.claims import check_folder
 
-
-def call_to_go_on(path: str) -> str:
-    return f"trainer.fit(..., ckpt_path={path!r})"
-
-
 # The strategies of this process, so that a program can tell whether one of them has read its settings.
 strategies: WeakSet[Any] = WeakSet()
 
 
 @dataclass
 class RunPlan:
-    """Facts that the program that starts a run, such as ``lightning_zero.train``, gives to the run's strategy.
+    """Facts about a run that the program that starts it, such as ``lightning_zero.train``, gives to the strategy.
 
     Attributes:
         settings: the run's settings besides those of the strategy. Ranks compare them at the start: all must be equal.
-        resumes_job: whether an earlier start of this job wrote the checkpoint to load. It is then verified unless
-            ``zero.checkpoint.verify`` is false.
+        resumes_job: whether an earlier start of this job wrote the checkpoint to load. Such a checkpoint is verified
+            unless ``zero.checkpoint.verify`` is false.
         folder: the folder for checkpoints of signals and periodic saves; None: the Trainer's ``default_root_dir``.
         command_to_go_on: given a checkpoint's path, returns the command that resumes an interrupted run.
         optimizer_states: number of state tensors per parameter, for ``stage="auto"``; None: find out from the module.
@@ -42,7 +37,7 @@ class RunPlan:
     settings: Mapping[str, Any] = field(default_factory=dict)
     resumes_job: bool = False
     folder: str | None = None
-    command_to_go_on: Callable[[str], str] = call_to_go_on
+    command_to_go_on: Callable[[str], str] = "trainer.fit(..., ckpt_path={!r})".format
     optimizer_states: int | None = None
     activations: Activations | Callable[[], Activations | None] | None = None
     held: Sequence[tuple[str, str, int, int | None]] = ()
@@ -64,8 +59,8 @@ def settings_of(config: ZeroConfig | None, **settings: Any) -> ZeroConfig:
 
 
 def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
-    """Return ``config`` for an engine, with precision ``row``, and without what the strategy itself does: dividing
-    sequences among ranks, counting tokens, joining uneven epochs, writing fingerprints."""
+    """Return ``config`` for an engine, with precision ``row``, and without settings that the strategy itself applies:
+    dividing sequences among ranks, counting tokens, joining uneven epochs, writing fingerprints."""
     precision = replace(config.precision, name=row)
     others: dict[str, Any] = {"loss": LossMean.batches, "uneven": Uneven.end, "fingerprint": None}
     return make_config(config, precision=precision, sequence_parallel=1, **others)

@@ -2,9 +2,9 @@
 
 ::
 
-    a backward           of its mean loss times its number of tokens, so that gradients add up to sums over tokens
-    the last backward    one message with the number of tokens of all ranks and micro-batches
-    before clipping      gradients are divided by it, where they are kept
+    each backward        runs on its mean loss times its number of tokens, so that gradients add up to sums over tokens
+    the last backward    sends one message with the number of tokens of all ranks and micro-batches
+    before clipping      each rank divides its gradients by this number
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class StepTokens:
         """Raise RuntimeError if this rank has gradients of a backward whose loss was not weighed."""
         if self._grads.backwards > self._backwards:
             raise RuntimeError(
-                "zero.loss=tokens: gradients have come from a loss.backward(), whose tokens are not counted. Call "
-                "self.manual_backward(loss) instead."
+                "zero.loss=tokens: expected gradients of self.manual_backward(loss), got gradients of loss.backward(), "
+                "whose tokens are not counted. Call self.manual_backward(loss)."
             )
 
     def weigh(self, loss: Tensor) -> Tensor:
@@ -60,8 +60,8 @@ class StepTokens:
         tokens, self.of_next_backward = self.of_next_backward, None
         if tokens is None:
             raise ConfigError(
-                "zero.loss=tokens: expected a backward of a loss of training_step, whose tokens are counted, got one "
-                "outside of it. Call manual_backward in training_step, or set zero.loss=batches."
+                "zero.loss=tokens: expected a backward of a loss that training_step has computed, whose tokens are "
+                "counted, got another loss. Call manual_backward in training_step, or set zero.loss=batches."
             )
         tokens = tokens if self.counts else 0 * tokens
         if not self._grads.are_there:  # users may have cleared those of earlier backwards
@@ -77,7 +77,7 @@ class StepTokens:
         """Divide the gradients of ``optimizers`` by the number of tokens since the last call. Collective.
 
         ``divisor``: the number by which each loss was divided. If no rank had tokens, gradients and :attr:`loss` are 0.
-        Raises RuntimeError if other gradients wait for this too, or old gradients have not been cleared.
+        Raises RuntimeError if gradients of other optimizers are not divided yet, or old gradients were not cleared.
         """
         self._refuse_uncounted()
         engine = self._engine
@@ -95,15 +95,19 @@ class StepTokens:
         all_places = [place for stepper in self._engine.optimizers for group in stepper.places() for place in group]
         others = {id(place.info.param) for place in all_places} - own
         for ids, why in (
-            (own & there & self._divided, "of an earlier step: clear them with zero_grad(set_to_none=True)"),
+            (
+                own & there & self._divided,
+                "no gradients of an earlier step for {}. Clear gradients with zero_grad(set_to_none=True)",
+            ),
             (
                 (others & there) - self._divided,
-                "too: call lightning_zero.divide_by_tokens with all of their optimizers",
+                "the optimizers of all parameters with gradients, got none for {}. Pass all optimizers to "
+                "lightning_zero.divide_by_tokens",
             ),
         ):
             if ids:
                 names = [place.info.fqn for place in all_places if id(place.info.param) in ids][:3]
-                raise RuntimeError(f"zero.loss=tokens: {', '.join(names)} have gradients {why}.")
+                raise RuntimeError(f"zero.loss=tokens: expected {why.format(', '.join(names))}.")
         self._divided |= own & there
 
     def around(self, closure: Callable[[], Any], optimizer: Optimizer, module: Any) -> Callable[[], Any]:

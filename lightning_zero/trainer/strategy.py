@@ -44,11 +44,11 @@ from lightning_zero.settings import (
 )
 from lightning_zero.sharding import shard
 from lightning_zero.trainer import interruptions, loops, uneven
-from lightning_zero.trainer.callbacks import averaging, stochastic_averaging
+from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.memory import auto_row
-from lightning_zero.trainer.memory.host_room import check_host_room
+from lightning_zero.trainer.memory.auto_row import check_host_room
 from lightning_zero.trainer.processes import Ended
 from lightning_zero.trainer.run import Run
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
@@ -106,7 +106,9 @@ class ZeroStrategy(Run):
         strategies.add(self)
         self._asked_precision = self.config.precision.name
         self._module: pl.LightningModule | None = None
-        self._given_offload = self.config.offload  # has the settings of rows that restage() may choose later
+        self._given_offload = (
+            self.config.offload
+        )  # has settings, such as budgets, of offloads that restage() may choose
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -174,25 +176,24 @@ class ZeroStrategy(Run):
             Exception: moving values failed. Every later use of the engine raises.
         """
 
-        def rows() -> ZeroConfig:
+        def wanted() -> ZeroConfig:
             if self._checkpoints.range_save is not None:
                 raise ConfigError(
-                    "restage: expected to be called between steps, got a call inside of trainer.save_checkpoint(). "
-                    "Call it before or after it."
+                    "restage: expected a call between steps, got a call inside of trainer.save_checkpoint(). Call "
+                    "restage before or after save_checkpoint."
                 )
             return with_rows(self.config, stage, offload, settings=self._given_offload)
 
-        config = self._together("restage: its stage and offload", rows)
-        self._move_to(config)
+        config = self._together("restage: its stage and offload", wanted)
+        module, engine = self.lightning_module, self._engine_that_waits
+        if module is not None and engine is not None:
+            self._move(engine, module, config)
         self.config = config
         if offload is not None and not isinstance(offload, str):
             self._given_offload = config.offload
 
-    def _move_to(self, config: ZeroConfig) -> None:
-        """Restage the engine to ``config`` if the module is already sharded. Collective."""
-        module, engine = self.lightning_module, self._engine_that_waits
-        if module is None or engine is None:
-            return
+    def _move(self, engine: Engine, module: pl.LightningModule, config: ZeroConfig) -> None:
+        """Restage ``engine`` to the stage and offload of ``config``. Collective."""
         trainer = module._trainer
         self._checkpoints.wait_for_writes()
         if (module._current_fx_name or "").startswith(_BETWEEN_STEPS):
@@ -221,8 +222,8 @@ class ZeroStrategy(Run):
         self._module = module
 
     def _check_before_start(self, model: pl.LightningModule) -> None:
-        """Raise ConfigError before processes start if there is no C++ compiler to compile ``model``, or if this host
-        cannot hold the whole model after the fit."""
+        """Raise ConfigError, before processes start, if there is no C++ compiler to compile ``model``, or if this host
+        lacks memory for the whole model after the fit."""
         refuse_scripted(model)
         if needs_compiler(model):
             find_compiler("torch.compile", "compile with another backend")
@@ -236,13 +237,13 @@ class ZeroStrategy(Run):
         self._left = False
         self._checkpoints.begin_run()
         super().setup_environment()
-        if self.world_size == 1:  # Lightning takes sync_dist=True away from a lone rank's log, and then asks for it
+        if self.world_size == 1:  # on one rank Lightning drops sync_dist=True of a log call, then warns that it lacks
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True", UserWarning)
         reset_seed()
+        if (trainer := self._trainer_of_run) is not None:
+            loops.adapt_run(trainer)
+            loops.compare_callbacks(trainer)
         if self.lightning_module is not None:
-            if self.lightning_module._trainer is not None:
-                loops.adapt_run(self.lightning_module._trainer)
-                loops.compare_callbacks(self.lightning_module._trainer)
             self.lightning_module._device_mesh = mesh_for(self.config, self.root_device)
 
     @contextlib.contextmanager
@@ -269,7 +270,7 @@ class ZeroStrategy(Run):
                 for param, values in reshaped.items():
                     param.data = values
         if self.lightning_module is not None:
-            split_module(self.lightning_module, self.config, self.root_device)  # first, as its parts are planned
+            split_module(self.lightning_module, self.config, self.root_device)  # first, because a plan counts the parts
             self._auto.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = was_sharded  # from an earlier run, whatever its settings
         if fitting and self._layer_sync:
@@ -283,7 +284,6 @@ class ZeroStrategy(Run):
         self._checkpoints.load_what_waits(trainer)
         if fitting:
             averaging.average_shards(trainer, self.engine)
-            stochastic_averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
         self._interruptions = Interruptions(
             trainer,
@@ -313,7 +313,7 @@ class ZeroStrategy(Run):
         if engine is not None:
             same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos}
             if not same_params or engine.config != wanted or engine.comm.device != self.root_device:
-                self._reset_optimizers_and_schedulers()  # state is kept of those only that code of the user's holds
+                self._reset_optimizers_and_schedulers()  # an optimizer that the user's code holds keeps its state
                 engine.release()
                 engine = None
         if engine is None:
@@ -361,9 +361,8 @@ class ZeroStrategy(Run):
         super().barrier(name)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        assert self.lightning_module is not None
         numbers = self._random_numbers
-        if numbers is not None and numbers.watches and self.lightning_module.trainer.training:
+        if numbers is not None and numbers.watches and self._trainer_of_run.training:
             numbers.before_iterator(dataloader)
         return dataloader
 
@@ -371,10 +370,9 @@ class ZeroStrategy(Run):
         self.engine.comm.streams.accelerator.reset_peak()  # forget the peak of building the model
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
-        assert self.lightning_module is not None
         if self.engine.compiled.are_there:
             rank_zero_info("compiling: the first steps of training and of validation may take minutes")
-        repair_counts(self.lightning_module.trainer)
+        repair_counts(self._trainer_of_run)
         self._steps.begin_training()
 
     def on_train_end(self) -> None:
@@ -412,9 +410,8 @@ class ZeroStrategy(Run):
     on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self) -> None:
-        assert self.lightning_module is not None
         if self._interruptions is not None and self._interruptions.training:
-            step_plateau_schedulers(self.lightning_module.trainer)
+            step_plateau_schedulers(self._trainer_of_run)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -462,7 +459,9 @@ class ZeroStrategy(Run):
             engine.passes.between.end_run()
             self._checkpoints.loaders.fit_ends(module._trainer)
             self._show_held(engine, module)
-            self._show_whole(engine)
+            if not self._left:
+                alone = engine.comm.world_size == 1 and engine.passes.after_step.failed is None
+                (whole_params.show_whole if alone or not Ended.failed else whole_params.show_again)(engine)
         self._interruptions = None
         if self._random_numbers is not None:
             self._random_numbers.stop()
@@ -473,6 +472,7 @@ class ZeroStrategy(Run):
         self._checkpoints.end()
 
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
+        """After training, print the bytes that rank 0 holds beside the planned bytes."""
         trained, self._trained = self._trained, False
         if trained and self._shows_tables:
             found = self.run_plan.activations
@@ -480,23 +480,13 @@ class ZeroStrategy(Run):
             self.run_plan.held = held_rows(engine, module.trainer.accumulate_grad_batches, activations)
             print_held(self.run_plan.held)
 
-    def _show_whole(self, engine: Engine) -> None:
-        if self._left:
-            return
-        alone = engine.comm.world_size == 1 and engine.passes.after_step.failed is None
-        if alone or not Ended.failed:
-            whole_params.show_whole(engine)
-        else:
-            whole_params.show_again(engine)
-
     def on_exception(self, exception: BaseException) -> None:
         """Mark the run as failed, without collectives: other ranks may be gone."""
         if isinstance(exception, Left):  # raised on all ranks between two steps, so the engine is intact
             self._left = True
             return
         Ended.failed = True
-        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
-        if trainer is None or trainer.global_step == 0:
+        if (trainer := self._trainer_of_run) is None or trainer.global_step == 0:
             interruptions.note_failure(exception)
         if self._waits is not None:
             self._waits.explain(exception)
@@ -510,8 +500,8 @@ pl.strategies.SingleDeviceStrategy.register(ZeroStrategy)
 
 
 class DDPZeroStrategy(ZeroStrategy):
-    """The strategy of ``Trainer(strategy="ddp_zero3")``, for packages that check ``isinstance(strategy, DDPStrategy)``:
-    the check succeeds. Lightning makes the same check, so a run on one device counts as distributed, as under DDP."""
+    """The strategy of ``Trainer(strategy="ddp_zero3")``: an instance of DDPStrategy for packages that check the class.
+    Lightning checks the class too, so a run on one device counts as distributed, as under DDP."""
 
 
 pl.strategies.DDPStrategy.register(DDPZeroStrategy)

@@ -33,22 +33,6 @@ def setup_of(engine: Engine) -> dict[str, str | int]:
     return {**rows, "precision": engine.passes.precision.name, **numbers}
 
 
-def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
-    """Return table rows (unit, parameters, gathered bytes, tiers). Adjacent units with equal values share a row."""
-
-    def facts(unit: Unit) -> tuple[int, int, str]:
-        nbytes = sum(b.full.nbytes for b in unit.buckets)
-        return sum(i.numel for i in unit.infos), nbytes, _where(unit)
-
-    rows = []
-    for (numel, nbytes, where), same in groupby(engine.units, facts):
-        units = list(same)
-        name = units[0].title if len(units) == 1 else f"{units[0].title} .. {units[-1].title} ({len(units)} units)"
-        each = "" if len(units) == 1 else " each"
-        rows.append((name, f"{numel:,}{each}", f"{human_bytes(nbytes)}{each}", where))
-    return rows
-
-
 def _where(unit: Unit) -> str:
     """Return the unit's tiers in words: one tier if all are equal, else ``parameters device, ..., optimizer nvme``."""
     rows = [b.plan.tiers for b in unit.buckets]
@@ -69,19 +53,27 @@ def large_unit(engine: Engine) -> str | None:
         {type(m).__name__ for m in module.modules() if m is not module and any(True for _ in m.parameters())}
     )
     classes = ", ".join(inner[:6]) + (", ..." if len(inner) > 6 else "")
-    way = f"zero.unit.classes divides it: it has {classes}" if inner else "it holds no modules that could be units"
+    way = f"set zero.unit.classes to classes inside it: {classes}" if inner else "it has no modules that could be units"
     return f"{100 * sizes[largest] // total} % of the parameters are gathered at once, as {largest.title}; {way}"
 
 
 def print_units(engine: Engine) -> None:
+    """Print a table of the units. Adjacent units with equal values share a line."""
+
+    def facts(unit: Unit) -> tuple[int, int, str]:
+        return sum(i.numel for i in unit.infos), sum(b.full.nbytes for b in unit.buckets), _where(unit)
+
     precision = engine.passes.precision.name
     table = Table(
         title=f"{engine.config.stage.name.name}, {precision}, {engine.comm.world_size} rank(s)", title_justify="left"
     )
     for column in ("unit", "parameters", "gathered", "kept on"):
         table.add_column(column, justify="left" if column in ("unit", "kept on") else "right", overflow="fold")
-    for row in unit_rows(engine):
-        table.add_row(*row)
+    for (numel, nbytes, where), same in groupby(engine.units, facts):
+        units = list(same)
+        name = units[0].title if len(units) == 1 else f"{units[0].title} .. {units[-1].title} ({len(units)} units)"
+        each = "" if len(units) == 1 else " each"
+        table.add_row(name, f"{numel:,}{each}", f"{human_bytes(nbytes)}{each}", where)
     if sum(b.full.nbytes for b in engine.buckets) >= LARGE:
         table.caption, table.caption_justify = large_unit(engine), "left"
     Console(stderr=True).print(table)

@@ -21,15 +21,15 @@ from lightning_zero.lightning_api import PrefetchDataFetcher, sized_len
 from lightning_zero.settings import ConfigError, Uneven
 from lightning_zero.trainer.adapted import adapt
 
-LAST = 2**31  # stands for a loader behind all others
+LAST = 2**31  # number of a loader after all others: this rank has no more batches
 
 
 class EndsTogether(PrefetchDataFetcher):
     """Fetches batches for training. Ranks agree after each fetch if not all know their numbers of batches."""
 
     strategy: Any
-    most: int | None = None  # of batches in an epoch
-    limit: float = math.inf  # of batches, of a loader that has maybe less
+    most: int | None = None  # number of batches in an epoch
+    limit: float = math.inf  # largest number of batches, from a loader that may have less
     ahead = said = over = False
     leaves = False  # the epoch leaves batches on some rank
     states: Sequence[Any] = ()  # of loaders, before the batch that was fetched ahead
@@ -43,7 +43,7 @@ class EndsTogether(PrefetchDataFetcher):
             self.look_ahead()
 
     def look_ahead(self) -> None:
-        """From now on fetch each batch before it is asked for, to know which is the last."""
+        """From now on fetch each batch one call earlier, to know which batch is the last."""
         self.ahead = True
         if self.length is not None:
             self.limit, self.length = self.length, None
@@ -86,7 +86,7 @@ class EndsTogether(PrefetchDataFetcher):
         self.leaves = bool(out and more)
         if out and more and not self.said:
             self.said = True
-            table = self.strategy._gather_objects((self.fetched, self.done), "who has no batch any more")
+            table = self.strategy._gather_objects((self.fetched, self.done), "which rank has no more batches")
             _say({rank: f"{n - (not done)}{'' if done else ' and more'}" for rank, (n, done) in enumerate(table)})
         self.over = bool(out)
         # Below a limit that no rank reaches Lightning does not know the last batch, if all ranks have the same number.
@@ -95,9 +95,9 @@ class EndsTogether(PrefetchDataFetcher):
 
 class Joins(EndsTogether):
     """Fetches batches for training with ``zero.uneven=join``. Until no rank has a batch left, a rank without batches
-    repeats its last one, or one of another rank if it had none, with weight 0."""
+    repeats its last batch (if it had none, a batch of another rank) with weight 0."""
 
-    item: Any = None  # the last of this epoch; from the first batch on all ranks have one
+    item: Any = None  # the last batch of this epoch; after the first batch all ranks have one
 
     def __iter__(self) -> Any:
         super(EndsTogether, self).__iter__()
@@ -105,7 +105,7 @@ class Joins(EndsTogether):
         return self
 
     def __next__(self) -> Any:
-        if self.item is None:  # not in __iter__, after which a resumed loop counts what it had fetched
+        if self.item is None:  # not in __iter__: only after it a resumed loop counts the batches that it had fetched
             self.agree()
         if self.done:
             raise StopIteration
@@ -150,7 +150,7 @@ def _check_join(module: Any, fetcher: Any) -> None:
     ):
         if found:
             raise ConfigError(
-                f"zero.uneven: expected end with {what} (repeated batches would count in {why}), got join. Choose "
+                f"zero.uneven: expected end with {what} (repeated batches would change {why}), got join. Set "
                 "zero.uneven=end."
             )
 
@@ -206,7 +206,7 @@ def end_together(loop: Any) -> None:
 
 
 def states_to_save(loop: Any) -> Sequence[Any] | None:
-    """Return the states of this rank's loaders for a save; None: those that the loaders have now."""
+    """Return the states of this rank's loaders for a save; None: save the present states of the loaders."""
     if not isinstance(fetcher := loop._data_fetcher, EndsTogether):
         return None
     progress = loop.epoch_loop.batch_progress

@@ -132,11 +132,11 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
     ("in out to=full shard_size=5GB", "shard_size= and prefix= have no effect with to=full"),
     ("in out to=full dtype=int8", "dtype: expected one of fp32, bf16"),
     ("in out to=safetensors shard_size=much", "shard_size: expected a size such as 80GB"),
-    ("missing out to=full", "expected a checkpoint, got missing: there is nothing"),
+    ("missing out to=full", "expected a checkpoint, got missing, which does not exist"),
     ("in out to=full", "expected a whole checkpoint, got in"),
-    ("in taken to=full", "expected nothing at taken, got something"),
+    ("in taken to=full", "expected an OUT that does not exist, got taken"),
     ("good none-such://out to=full", "error: Protocol not known: none-such"),
-    ("good out to=safetensors prefix=x.", "no name, as a, begins with prefix='x.'. Change prefix="),
+    ("good out to=safetensors prefix=x.", "expected names that begin with prefix='x.', got names such as 'a'"),
 ])  # fmt: skip
 def test_a_mistake_is_refused_and_writes_nothing(
     arguments: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -114,7 +114,7 @@ def test_files_that_change_while_they_are_read(texts: Path) -> None:
     data = TextData(str(texts), block_size=32)
     with (texts / "a.txt").open("ab") as file:
         file.write(b"more")
-    with pytest.raises(ConfigError, match="changed while they were read"):
+    with pytest.raises(ConfigError, match="do not change while they are read"):
         data.setup("fit")
 
 

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from lightning_zero.app import parts, train
-from lightning_zero.app.own_values import explicit_keys
+from lightning_zero.app.overrides import explicit_keys
 from lightning_zero.app.schema import TrainConfig, register_schema
 
 FILES = {

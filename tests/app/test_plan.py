@@ -464,10 +464,10 @@ def test_a_plain_convolutional_network_is_planned_with_a_function_that_trains_it
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"machine": "h10"}, r"machine: expected one of a100_40gb, .*, got 'h10'\. Did you mean 'h100'\?"),
-    ({"machine": {"gpu": 3}}, r"machine: expected name, .*, got 'gpu'\. Did you mean 'gpus'\?"),
+    ({"machine": "h10"}, r"machine: expected one of a100_40gb, .*, got 'h10'\. Write machine=h100\."),
+    ({"machine": {"gpu": 3}}, r"machine: expected name, .*, got 'gpu'\. Write machine\.gpus\."),
     ({"machine": {"gpus": 0}}, "machine.gpus: expected a number > 0, got 0"),
-    ({"prefetch_byte": 1}, "zero.prefetch_byte: no such setting; .* Did you mean prefetch_bytes?"),
+    ({"prefetch_byte": 1}, "zero.prefetch_byte: no such setting; .* Write zero.prefetch_bytes."),
     ({"module": 3}, "plan_memory: expected a module, or a class or function that makes one, got 3"),
 ])  # fmt: skip
 def test_mistakes_in_a_plan_of_ones_own_module(given: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero.app import train
-from lightning_zero.app.instantiate import accepted_arguments, locate
+from lightning_zero.app.parts import accepted_arguments, locate
 from lightning_zero.app.schema import MachineConfig, TrainConfig, register_schema, run_name
 from lightning_zero.data.text import TextData
 from lightning_zero.models.gpt import LitGPT
@@ -239,10 +239,10 @@ ONE_OF_A_KIND = {
     ("model.n_layers=3", ["Did you mean model.n_layer=3? To append to your config use +model.n_layers=3.\n"]),
     ("optimizer.learning_rate=3", ["Did you mean optimizer.lr=3? "]),
     ("trainer.strategy=ddp", ["Could not override 'trainer.strategy'. Did you mean zero/stage=zero0? "]),
-    ("+trainer.strategy=ddp", ["trainer.strategy: expected none, as zero/stage=... sets it, got 'ddp'. Choose zero/s"]),
-    ("+trainer.logger=false", ["trainer.logger: expected none, as logger=... sets it, got False. Choose logger=..., "]),
-    ("+trainer.default_root_dir=x", ["expected none, as run_dir=... sets it, got 'x'."]),
-    ("+model.optimizer=3", ["model.optimizer: expected none, as optimizer=... sets it, got 3."]),
+    ("+trainer.strategy=ddp", ["expected none, because zero/stage=... sets trainer.strategy, got 'ddp'."]),
+    ("+trainer.logger=false", ["trainer.logger: expected none, because logger=... sets trainer.logger, got False."]),
+    ("+trainer.default_root_dir=x", ["expected none, because run_dir=... sets trainer.default_root_dir, got 'x'."]),
+    ("+model.optimizer=3", ["model.optimizer: expected none, because optimizer=... sets model.optimizer, got 3."]),
     ("model.width=", ["To append to your config use +model.width=VALUE.\n"]),
     # spaces
     ("trainer.max_steps= 5", ["error: 5: expected key=value without spaces. Write trainer.max_steps=5.\n"]),

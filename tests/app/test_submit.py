@@ -18,8 +18,7 @@ import pytest
 
 from lightning_zero.app import jobs, submit, sweep, train
 from lightning_zero.app.schema import TrainConfig
-from lightning_zero.app.slurm import script
-from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName, ContainerRuntime, seconds_of
+from lightning_zero.app.slurm import ClusterConfig, ClusterName, ContainerRuntime, script, seconds_of
 from lightning_zero.ranks.rendezvous import StartError
 from lightning_zero.settings import ConfigError
 
@@ -55,7 +54,7 @@ def slurm(**settings: Any) -> ClusterConfig:
 
 
 def text_of(cluster: ClusterConfig, *arguments: str, run_dir: str | None = None) -> str:
-    return script.script(cluster, arguments, folder=Path("/home/me"), run_dir=run_dir)
+    return script(cluster, arguments, folder=Path("/home/me"), run_dir=run_dir)
 
 
 # -- the script -------------------------------------------------------------------------------------------------------
@@ -280,7 +279,7 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
     (["machine=h100", "cluster.gpus_per_node=16"], "cluster.gpus_per_node: expected at most 8, which is machine.g"),
     (["machine.gpu_memory=1MB"], "zero3 + none: needs "),
     (["machine.gpu_memory=2MB"], "fits with 4 GPUs"),
-    (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
+    (["--multirun", "seed=1,2"], "--multirun: expected one run, got a sweep"),
     ([*OWN], "experiment has no effect on a command after --"),
 ])  # fmt: skip
 def test_mistakes_end_before_sbatch(
@@ -301,7 +300,7 @@ def test_mistakes_end_before_sbatch(
     (["machine=h100", "cluster.gpus_per_node=16", *OWN], "cluster.gpus_per_node: expected at most 8"),
     (["cluster=none", *OWN], "cluster: expected a cluster to submit to, got none"),
     (["cluster.time=86400", *OWN], "cluster.time: expected hours:minutes:seconds"),
-    (["--"], "--: expected a command that srun starts 1 time(s) on each node"),
+    (["--"], "--: expected a command that srun can start 1 time(s) on each node"),
     (["--", "torchrun", "train.py"], "such as python train.py, got torchrun"),
 ])  # fmt: skip
 def test_mistakes_before_a_command_of_ones_own(
@@ -361,7 +360,7 @@ def test_a_run_is_fitted_to_its_cluster() -> None:
 
 def test_outside_of_a_job_a_run_for_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs.check_inside(ClusterConfig())
-    with pytest.raises(ConfigError, match="cluster=slurm: expected processes that srun has started inside a job"):
+    with pytest.raises(ConfigError, match="cluster=slurm: expected a process that srun has started in a job"):
         jobs.check_inside(slurm())
     task = {"JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NNODES": "2", "NTASKS": "4", "NTASKS_PER_NODE": "2"}
     for name, value in task.items():

@@ -192,7 +192,7 @@ def test_a_model_of_ones_own_whose_mistake_keeps_its_traceback(tmp_path: Path) -
     # The other rank would wait for longer than `run` does.
     done = run(tmp_path, *SMALL, *mistake, "logger=none", f"zero.stall_timeout_s={2 * LIMIT_S}", code=None)
     assert done.returncode != 0
-    assert "note: users_model.Lit gets width=4, fail_on_rank=1 of model.*: what you have set." in done.stdout
+    assert "note: users_model.Lit gets width=4, fail_on_rank=1 of model.*: the values that you have set." in done.stdout
     assert "users_model.py" in done.stderr
     assert "RuntimeError: my own mistake" in done.stderr
 
@@ -265,7 +265,7 @@ def test_sizes_that_cannot_work_are_refused() -> None:
     for sizes in ({"n_layer": 0}, {"d_model": 6, "n_head": 4}, {"dropout": -0.1}):
         with pytest.raises(ConfigError, match=f"model.{next(iter(sizes))}"):
             GPT(**sizes)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="block_size: the model takes 4 positions, the batch has 5"):
+    with pytest.raises(ConfigError, match="model.block_size: expected at least the 5 positions of a sequence"):
         GPT(n_layer=1, block_size=4)(torch.zeros(1, 5, dtype=torch.int64))
 
 
@@ -340,4 +340,4 @@ def test_a_run_without_fingerprints_is_refused(tmp_path: Path) -> None:
     replay = (*COMMAND, "replay", "run", "--from", "a.ckpt", "--steps")
     assert "--steps: expected a number >= 1, got 0" in run_command(*replay, "0", folder=tmp_path, code=2).stderr
     done = run_command(*replay, "4", folder=tmp_path, code=2)
-    assert "run/fingerprints.csv: expected what replay compares, got nothing there" in done.stderr
+    assert "run/fingerprints.csv: expected a file that replay reads, got none" in done.stderr

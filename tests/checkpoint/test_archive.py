@@ -108,7 +108,7 @@ def test_a_flipped_byte_is_found(by: str, tmp_path: Path, capsys: pytest.Capture
     path = tmp_path / "a.ckpt"
     WRITERS[by](path, contents())
     assert main(["verify", str(path)]) == 0
-    assert "as they were written" in capsys.readouterr().out
+    assert "agree with their checksums" in capsys.readouterr().out
     data = bytearray(path.read_bytes())
     with path.open("rb") as file:
         records = {r.name: r for r in archive.records_of(file)}
@@ -169,4 +169,4 @@ def test_a_file_without_checksums_and_none(tmp_path: Path, capsys: pytest.Captur
     assert main(["verify", str(tmp_path / "text.ckpt"), str(tmp_path / "missing.ckpt")]) == 1
     said = capsys.readouterr().out
     assert main([]) == 2 and main(["--help"]) == 0 and main(["verify"]) == 2 and main(["what"]) == 2
-    assert "text.ckpt: no checkpoint" in said and "missing.ckpt: no checkpoint" in said
+    assert "text.ckpt: not a whole checkpoint" in said and "missing.ckpt: not a whole checkpoint" in said

@@ -188,7 +188,7 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{UNITS}.grad_store:_wait", f"streams.{ON_HOST}(arrival)", 1, {"row": "optimizer_cpu"}),
     (f"{TIERS}.pinned:Landing._land", f"self.streams.{ON_HOST}(arrived)", 2, {"row": "optimizer_cpu"}),
     (f"{UNITS}.master_storage:HostStorage.open", f"self._tier.{ON_HOST}(self._reads)", 1, {"row": "optimizer_cpu"}),
-    ("lightning_zero.checkpoint.sharded.snapshot:Snapshot.stage", f"{ON_HOST}(arrived)", 1, {}),
+    ("lightning_zero.checkpoint.sharded.items:Snapshot.stage", f"{ON_HOST}(arrived)", 1, {}),
     (f"{TIERS}.pinned:Sender.send", f"self._{ON_HOST}(self._sent[turn % 2])", 2, {"row": "optimizer_nvme"}),
     (f"{TIERS}.pinned:ReadAhead.take_buffer", f"self._{ON_HOST}(event)", 2, {"row": "nvme"}),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import Any
 
-from lightning_zero.checkpoint.sharded.snapshot import Snapshot
+from lightning_zero.checkpoint.sharded.items import Snapshot
 from lightning_zero.engine.units.master_storage import FlatSlice, MasterStorage
 from lightning_zero.engine.whole.values import Range, Value, own_parts
 from lightning_zero.tiers.pages import HostPages

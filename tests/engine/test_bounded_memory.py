@@ -154,12 +154,12 @@ def test_the_table_says_where_most_of_a_model_is_one_unit() -> None:
             return large_unit(side.engine)
 
     large = nn.Sequential(nn.GRU(64, 400), nn.Linear(400, 10))
-    only = "99 % of the parameters are gathered at once, as 0; it holds no modules that could be units"
+    only = "99 % of the parameters are gathered at once, as 0; it has no modules that could be units"
     assert said(large, stage=3) == only
     assert said(large, stage=2) is said(UNet(), stage=3) is None
     whole = said(UNet(), stage=3, unit={"classes": ["UNet"]})
     assert whole is not None and whole.startswith("100 % of the parameters are gathered at once, as (root)")
-    assert "zero.unit.classes divides it: it has Conv2d, ConvTranspose2d, Down, " in whole
+    assert "set zero.unit.classes to classes inside it: Conv2d, ConvTranspose2d, Down, " in whole
 
 
 @on_ranks(2)

@@ -174,7 +174,7 @@ def test_what_cannot_be_in_float8_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match=r"a GPU of compute capability 8\.0, got rowwise: .* Choose zero/prec"):
         float8.convert(model(), make_config(precision={"float8": "rowwise"}).precision, gpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"tensorwise needs torchao, .* Install it \(pip install"):
+    with pytest.raises(ConfigError, match=r"tensorwise needs torchao, .* Run pip install torchao"):
         ZeroStrategy(precision="float8")
 
 
@@ -187,7 +187,7 @@ def test_the_name_means_what_its_file_says() -> None:
 def test_modules_without_a_layer_for_it_and_with_one_of_fsdp_are_refused() -> None:
     from torchao import float8 as torchao
 
-    with pytest.raises(ConfigError, match=r"expected layers of nn\.Linear whose sizes 16 divides, .* got none in Does"):
+    with pytest.raises(ConfigError, match=r"expected layers of nn\.Linear with sizes that are .* got none in Does"):
         sharded({"name": "fp32", "float8": "rowwise", "float8_exclude": ["*"]}, 3)
     config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
     module = torchao.convert_to_float8_training(model(), config=config)

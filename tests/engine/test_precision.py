@@ -19,7 +19,7 @@ import lightning_zero
 from lightning_zero.comm.transports import DirectTransport
 from lightning_zero.optimizers.loss_scale import LossScaler
 from lightning_zero.settings import ConfigError, make_config
-from lightning_zero.trainer.fingerprints import differing_replicas
+from lightning_zero.trainer.steps import differing_replicas
 from tests.engine.sides import TRUE, Sharded, Twin, adamw, sgd, step_and_clear, with_twin
 from tests.engine.support import IN_STAGES, assert_equal, assert_same, check
 from tests.engine.test_offload import compare, train

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero import ZeroMonitor, ZeroStrategy
-from lightning_zero.trainer import not_finite
+from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.precision import ZeroPrecision
 from tests.engine.sides import Sharded, Side, Twin, step_and_clear, with_twin
 from tests.engine.support import assert_same
@@ -103,13 +103,13 @@ def test_the_first_number_that_is_not_finite_is_said_once(
 ) -> None:
     said: list[str] = []
     strategy = ZeroStrategy("zero3", optimizer={"skip_nonfinite": skips})
-    with mock.patch.object(not_finite, "rank_zero_warn", said.append):
+    with mock.patch.object(interruptions, "rank_zero_warn", said.append):
         fit(strategy, tmp_path, module(), max_epochs=1, gradient_clip_val=clips)
     if skips and module is PoisonedGradients:  # such a step is skipped and counted
         assert not said
         return
     assert len(said) == 1 and re.search(says, said[0]), said
-    assert ("Such a step is skipped" in said[0]) == (skips is not None)
+    assert ("Such steps are skipped" in said[0]) == (skips is not None)
 
 
 @on_ranks(2)

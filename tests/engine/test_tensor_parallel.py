@@ -27,7 +27,7 @@ from lightning_zero.mesh.local_leaves import split_of
 from lightning_zero.mesh.plans import device_mesh
 from lightning_zero.mesh.split import Run, Split
 from lightning_zero.settings import ConfigError, ZeroConfig, make_config
-from lightning_zero.trainer import fingerprints
+from lightning_zero.trainer.steps import differing_replicas, fingerprints
 from tests import models
 from tests.engine.sides import MakeOptimizer, Sharded, adamw, sgd
 from tests.engine.test_offload import offload
@@ -196,8 +196,8 @@ def test_every_stage_and_row_equals_one_process(parts: int, tied: bool, micro: i
             torch.testing.assert_close(ours["grads"], parts_of(engine, found["grads"]), rtol=1e-5, atol=1e-6)
             states = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
             torch.testing.assert_close(states, steps.state_dict()["state"], rtol=1e-4, atol=2e-6)
-            sums.append(fingerprints.fingerprints(engine).tolist())
-            assert not fingerprints.differing_replicas(engine).any()
+            sums.append(fingerprints(engine).tolist())
+            assert not differing_replicas(engine).any()
     assert all(other == sums[0] for other in sums)
 
 
@@ -235,10 +235,10 @@ def test_state_of_one_process_goes_on_in_parts() -> None:
     weights, state = copy.deepcopy(expected.state_dict()), copy.deepcopy(steps.state_dict())
     found = trained(expected, steps, slice(None))
     with loaded(stage=2) as (_, engine, _):
-        whole = fingerprints.fingerprints(engine).sum(0)
+        whole = fingerprints(engine).sum(0)
     for stage, later in ((0, ("zero3", "cpu")), (3, ("zero1", None))):
         with loaded(stage=stage, tensor_parallel=2, tensor_plan=PLAN) as (module, engine, optimizer):
-            assert torch.equal(fingerprints.fingerprints(engine).sum(0), whole)
+            assert torch.equal(fingerprints(engine).sum(0), whole)
             assert_alike(engine, trained(module, optimizer, own_rows(2)), expected, found)
             engine.restage(*later)
             torch.testing.assert_close(engine.state_dict(only_rank_0=False), expected.state_dict(), rtol=0, atol=2e-6)
@@ -380,7 +380,7 @@ def test_module_that_its_user_has_split_keeps_its_styles() -> None:
             {"precision": "float8"},
         )
     ),
-    ({"tensor_parallel": 1, "tensor_plan": PLAN}, "zero.tensor_plan has no effect with zero.tensor_parallel=1"),
+    ({"tensor_parallel": 1, "tensor_plan": PLAN}, "zero.tensor_plan: expected none with zero.tensor_parallel=1"),
     ({"tensor_plan": {"head": "columns"}}, r"zero.tensor_plan: expected a mapping of names to one of colwise, row"),
 ], ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "")  # fmt: skip
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -443,7 +443,7 @@ def test_experts_on_their_ranks_equal_one_process() -> None:
             assert_alike(engine, ours, expected, found, rtol=1e-5, atol=1e-7)
             state = optimizer_state(engine, optimizer, only_rank_0=False)["state"]
             torch.testing.assert_close(state, steps.state_dict()["state"], rtol=1e-5, atol=1e-6)
-            assert not fingerprints.differing_replicas(engine).any()
+            assert not differing_replicas(engine).any()
 
 
 def load_example(name: str) -> Any:

@@ -25,7 +25,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Span
 from lightning_zero.settings import ConfigError
-from lightning_zero.timeline.lanes import lanes_of, outermost, without
+from lightning_zero.timeline.page import lanes_of, outermost, without
 from tests.engine.sides import Sharded
 from tests.engine.support import assert_equal
 from tests.engine.test_offload import offload

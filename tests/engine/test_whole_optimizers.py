@@ -374,7 +374,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_none_waits() -> None:
         side.optimizer.step()
     kinds = side.engine.comm.all_gather_objects(type(caught.value).__name__, "what was raised")
     assert sorted(kinds) == ["ArithmeticError", "FailedElsewhereError"]
-    assert "load the last checkpoint" in caught.value.__notes__[0]
+    assert "Load the last checkpoint" in caught.value.__notes__[0]
     side.engine.release()
 
 
@@ -450,13 +450,13 @@ def test_wrapped_state_that_the_trial_has_not_shown_is_refused_at_the_first_step
 @on_ranks(2)
 def test_what_cannot_be_stepped_apart_is_refused() -> None:
     refusals = {
-        toys.NormOverAll: "depends on the other tensors",
-        toys.RareClip: "depends on the other tensors",
-        toys.Langevin: "depends on the other tensors.*zero/stage=zero0",
-        toys.Coin: "depends on the other tensors.*random numbers",
-        toys.WantsTensors: "fails if a param group lists none: AssertionError: an empty group.*zero/stage=zero0",
+        toys.NormOverAll: "depends on other tensors",
+        toys.RareClip: "depends on other tensors",
+        toys.Langevin: "depends on other tensors.*zero/stage=zero0",
+        toys.Coin: "depends on other tensors.*random numbers",
+        toys.WantsTensors: "fails if a param group is empty: AssertionError: an empty group.*zero/stage=zero0",
         Sending: "sends messages between ranks itself",
-        Picky: "(?s)could not be tried.*too even.*zero.optimizer.sharding=tensors",
+        Picky: "(?s)failed in the trial step.*too even.*zero.optimizer.sharding=tensors",
     }
     for make, match in refusals.items():
         module = Model()
@@ -496,7 +496,7 @@ def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> Non
             engine.release()
 
     for groups in (1, 2):
-        with pytest.raises(ConfigError, match="came out otherwise"):
+        with pytest.raises(ConfigError, match="came out otherwise|got other values"):
             add(toys.NormOverLarge, large, groups)
     add(toys.SignDescent, large)  # what couples nothing here is not refused
     add(toys.NormOverLarge, Model)

@@ -42,7 +42,7 @@ def test_trainer_refuses_what_fabric_has_written(strategy: str, name: str, tmp_p
     run = train(strategy_of(strategy))
     run.fabric.save(tmp_path / "a.ckpt", {name: run.model, "optimizer": run.optimizer})
     of = trainer("zero3", tmp_path)
-    says = r"expected a checkpoint of Lightning, got .*a\.ckpt, .* Give another .*, and what fabric\.save .* by fabric"
+    says = r"expected a checkpoint of Lightning, got .*a\.ckpt, .* Change ckpt_path; .* what fabric\.save .* by fabric"
     with pytest.raises(ConfigError, match=says):
         of.fit(Lit(), loader(), ckpt_path=tmp_path / "a.ckpt")
 
@@ -149,7 +149,7 @@ def test_checkpoint_that_cannot_be_loaded_or_written_is_refused_and_changes_noth
     with pytest.raises(ConfigError, match=r"fabric\.load\): expected a whole checkpoint"):
         once(lambda: (tmp_path / "broken").write_bytes(b"PK\x03\x04 no archive"))
         run.fabric.load(tmp_path / "broken", state_of(run))
-    with pytest.raises(FileNotFoundError, match=r"nowhere.*Give another .*path of fabric\.load"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.*Change .*path of fabric\.load"):
         run.fabric.load(tmp_path / "nowhere", state_of(run))
     with pytest.raises(Exception, match="broken"):  # which is no folder
         run.fabric.save(tmp_path / "broken" / "state", state_of(run))

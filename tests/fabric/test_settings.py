@@ -15,7 +15,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero import ZeroFabricStrategy
-from lightning_zero.fabric.precision import FabricPrecision
+from lightning_zero.fabric.strategy import FabricPrecision
 from lightning_zero.optimizers.loss_scale import LossScaler
 from lightning_zero.settings import ConfigError, Precision, PrecisionConfig, ZeroConfig
 from tests.fabric.toys import Run, adamw, assert_equal, fabric, make, sgd, train
@@ -107,7 +107,7 @@ def test_setup_of_what_cannot_be_sharded_and_a_plain_backward_are_refused() -> N
     with pytest.raises(ConfigError, match="sharded already"):
         of.setup_module(plain)
     other = of.setup_module(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match="got those of 2"):
+    with pytest.raises(ConfigError, match="got parameters of 2"):
         of.setup_optimizers(sgd([*model.parameters(), *other.parameters()]))
     with pytest.raises(RuntimeError, match=r"fabric\.backward\(loss\)"):
         model(torch.ones(2, FEATURES)).sum().backward()

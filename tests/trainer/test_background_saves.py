@@ -20,10 +20,10 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCall
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
+from lightning_zero.checkpoint.sharded import items
 from lightning_zero.checkpoint.sharded import save as saving
-from lightning_zero.checkpoint.sharded import snapshot as snapshots
+from lightning_zero.checkpoint.sharded.items import Snapshot
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.checkpoint.sharded.snapshot import Snapshot
 from lightning_zero.ranks.progress import Count
 from lightning_zero.settings import Stage
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
@@ -144,7 +144,7 @@ def held(strategy: ZeroStrategy) -> list[int]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("why", ["there is no host memory for a copy", "what is saved is in files"])
+@pytest.mark.parametrize("why", ["there is not enough host memory for a copy", "the values to save are in files"])
 def test_training_waits_for_a_save_that_finds_no_memory_for_a_copy(why: str, tmp_path: Path) -> None:
     """On all ranks, whoever lacks the memory."""
     in_files = "files" in why
@@ -165,7 +165,7 @@ def test_the_copies_of_all_ranks_of_a_host_must_fit_into_its_memory(tmp_path: Pa
     room = int(8 * sum(p.numel() for p in module.parameters()) * 0.75)  # for any rank's masters and momentum
     saves = Saves(tmp_path, lambda _: saved.append((tmp_path / "behind.ckpt").exists()))
     of = trainer(behind(tmp_path), tmp_path, max_epochs=1, callbacks=[saves])
-    with mock.patch.object(saving, "available_host_memory", lambda: room), warns("because there is no host memory"):
+    with mock.patch.object(saving, "available_host_memory", lambda: room), warns("there is not enough host memory"):
         of.fit(module, loader())
     assert saved == [True]
 
@@ -203,7 +203,7 @@ def test_averages_written_behind_training_are_those_of_the_moment(precision: Any
 def test_copies_are_of_what_changes_and_used_again(tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
     strategy = behind(tmp_path)
-    with mock.patch.object(snapshots, "HostPages", wraps=snapshots.HostPages) as made:
+    with mock.patch.object(items, "HostPages", wraps=items.HostPages) as made:
         fit(strategy, tmp_path, seeded(Lit), max_epochs=1, enable_checkpointing=True, callbacks=[saves])
     total = torch.tensor([sum(call.args[0] for call in made.call_args_list)])
     dist.all_reduce(total)

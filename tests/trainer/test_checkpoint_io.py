@@ -190,7 +190,7 @@ def test_checkpoints_left_by_a_killed_start_are_removed_by_the_next(top: str, tm
     assert (kept | {"mine.ckpt"}) - {"last.ckpt"} <= set(files(folder))
     assert not gone & set(files(folder)) and (tmp_path / "step=2.ckpt").exists() and not part.exists()
     if dist.get_rank() == 0:
-        removed = said.partition("removed what an earlier start of one has left: ")[2].strip()
+        removed = said.partition("removed files that an earlier start of one left: ")[2].strip()
         assert set(removed.split(", ")) == {part.name, *gone}
 
 

@@ -33,7 +33,7 @@ from lightning_zero.ranks.resume import OUTCOME_VARIABLE, RUN_DIR_VARIABLE
 from lightning_zero.ranks.verdict import PeerError
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
-from lightning_zero.trainer.saves import job_checkpoints
+from lightning_zero.trainer.saves import kept_files
 from tests.harness import on_ranks
 from tests.trainer import toys
 from tests.trainer.toys import Lit, assert_weights, files, fit, loader, optimizer_states, seeded, trainer, weights
@@ -155,7 +155,7 @@ def test_each_fit_of_a_script_resumes_its_own_checkpoint_of_the_job(tmp_path: Pa
     assert files(tmp_path, "hpc_ckpt_*") == ["hpc_ckpt_1.ckpt"]  # of another job
     os.environ[RUN_DIR_VARIABLE] = str(run_dir)
     for second, steps in ((1, 2), (-1, EPOCH - 2)):
-        job_checkpoints._fits = itertools.count(1)  # the script starts, or starts again
+        kept_files._fits = itertools.count(1)  # the script starts, or starts again
         assert len(fit("zero3", tmp_path, **settings).losses) == EPOCH
         module = seeded(lambda second=second: Signalled(second))
         with pytest.raises(SystemExit) if second > 0 else contextlib.nullcontext():

@@ -277,5 +277,5 @@ def test_training_goes_on_on_other_ranks(exclude: bool, form: str, ranks: tuple[
     assert bool(frozen) == (not exclude)
     run(ranks[1], _resume, form, exclude, path, whole)
     if not exclude:
-        with pytest.raises(ConfigError, match=r"whose 4-bit weights are bytes\. Drop dtype="):
+        with pytest.raises(ConfigError, match=r"which has 4-bit weights, stored as bytes\. Drop dtype="):
             convert(str(path), str(tmp_path / "other"), to="full", dtype="bf16")

@@ -180,8 +180,8 @@ except lightning_zero.settings.ConfigError as error:
 @pytest.mark.full
 def test_trainer_of_the_other_package_is_refused(tmp_path: Path) -> None:
     out = " ".join(python(OTHER, tmp_path))
-    assert "expected a Trainer or a Fabric of lightning.pytorch and lightning.fabric" in out
-    assert "got one of pytorch_lightning" in out and "Use one of the two packages in a process" in out
+    assert "expected a Trainer or Fabric of lightning.pytorch and lightning.fabric" in out
+    assert "got one of pytorch_lightning" in out and "Import only one of the two packages in a process" in out
 
 
 @pytest.mark.full

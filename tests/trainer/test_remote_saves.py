@@ -220,7 +220,7 @@ def test_the_commands_convert_from_and_to_an_object_store(tmp_path: Path) -> Non
     assert toys.files(tmp_path, "store*") == []
     with pytest.raises(ConfigError, match="OUT: expected a path on a file system that is mounted, got store:"):
         convert(f"{address}/a.ckpt", f"{address}/d.ckpt", to="full")
-    with pytest.raises(ConfigError, match="expected nothing at store:"):
+    with pytest.raises(ConfigError, match="expected an OUT that does not exist, got store:"):
         convert(f"{address}/a.ckpt", f"{address}/c.ckpt", to="sharded")
 
 
@@ -255,7 +255,7 @@ def test_folders_are_tried_before_training(form: str, tmp_path: Path) -> None:
         (str(tmp_path), saves | {"callbacks": [ModelCheckpoint(nowhere)]}),
     ]:
         module = seeded(Lit)
-        with pytest.raises(ConfigError, match=r"expected a place that can be written, got (none-such|store)://.*: .+"):
+        with pytest.raises(ConfigError, match=r"in which this process can write, got (none-such|store)://.*: .+"):
             trainer(toys.strategy_of("zero3", checkpoint=form), root, **settings).fit(module, loader())
         assert not module.losses
     linked = saves | {"callbacks": [ModelCheckpoint("memory://a", save_last="link")]}

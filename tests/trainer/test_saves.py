@@ -305,7 +305,7 @@ def test_folder_with_other_things_in_it_is_not_replaced(checkpoint: str, tmp_pat
     for name in ("a.ckpt", "a.ckpt", "folder/b.ckpt"):  # one in the place of another; and of an empty folder
         (results / "folder" / "b.ckpt").mkdir(parents=True, exist_ok=True)
         of.save_checkpoint(results / name)
-    says = r"results: .*a folder with other things in it \(a\.ckpt, folder\)"
+    says = r"results: .*a folder with other files \(a\.ckpt, folder\)"
     with pytest.raises((OSError, RuntimeError), match=says):
         of.save_checkpoint(results)
     assert files(results) == ["a.ckpt", "folder"] and (results / "folder/b.ckpt").exists()

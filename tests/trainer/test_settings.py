@@ -89,11 +89,11 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (ZeroStrategy, {"stage": "zero4"}, "^stage: expected one of zero0, zero1, zero2, zero3, auto, got 'zero4'"),
     (lambda stage: ZeroStrategy("zero1").restage(stage), {"stage": "auto"}, "restage: expected zero0"),
     *[
-        (kind, {"start_method": "spawn"}, "start_method: expected one of popen, fork, got 'spawn'. In a notebook")
+        (kind, {"start_method": "spawn"}, "start_method: expected one of popen, fork, got 'spawn'. Set 'fork' in a")
         for kind in (ZeroStrategy, ZeroFabricStrategy)
     ],
     # Without the Trainer nobody follows these.
-    (shard_plain, {"stage": "auto"}, "got auto, which ZeroStrategy decides"),
+    (shard_plain, {"stage": "auto"}, "got auto, which only ZeroStrategy resolves"),
     (shard_plain, {"fingerprint": 3}, r"^fingerprint: expected None with lightning_zero\.shard and Fabric"),
     (shard_plain, {"loss": "tokens"}, r"^loss: expected batches with lightning_zero\.shard and Fabric"),
     (shard_plain, {"sequence_parallel": 2}, "ZeroStrategy"),
@@ -183,7 +183,7 @@ def test_plugins_that_are_refused() -> None:
 
 
 def test_precision_may_be_the_strategys_or_a_plugin_and_contradictions_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"expected 'bf16-mixed', which the strategy's .* 'bf16' .*'bf16-true'"):
+    with pytest.raises(ConfigError, match=r"expected 'bf16-mixed', because the strategy .* 'bf16', .*'bf16-true'"):
         trainer_here(ZeroStrategy("zero3", precision="bf16"), precision="bf16-true")
     for agreed in ("bf16-mixed", None):
         assert trainer_here(ZeroStrategy("zero3", precision="bf16"), precision=agreed).precision == "bf16-mixed"

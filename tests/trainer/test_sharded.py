@@ -202,11 +202,11 @@ def test_settings_that_folders_ignore_are_refused(tmp_path: Path) -> None:
     of = fit(sharded(), tmp_path).trainer
     path, plugin = tmp_path / "a.ckpt", AsyncCheckpointIO()
     acts: list[tuple[Callable[[], Any], str]] = [
-        (lambda: sharded(checkpoint_io=plugin), "^checkpoint='sharded': expected no CheckpointIO, got AsyncCheck"),
+        (lambda: sharded(checkpoint_io=plugin), "^checkpoint='sharded': expected no CheckpointIO, .* got AsyncCheck"),
         (lambda: sharded(checkpoint={"background": True}), r"^checkpoint\['background'\]: expected False with check"),
-        (lambda: trainer(sharded(), tmp_path, plugins=[plugin]), "expected no CheckpointIO, got AsyncCheckpointIO"),
+        (lambda: trainer(sharded(), tmp_path, plugins=[plugin]), "expected no CheckpointIO, .* got AsyncCheckpointIO"),
         (lambda: of.save_checkpoint(path, storage_options={"a": 1}), r"expected no storage_options, .* got \{'a': 1\}"),
-        (lambda: divide({OPTIMIZERS: [{"state": {0: {"m": [{4: 1}]}}}]}), "text as keys in optimizer .* got 4"),
+        (lambda: divide({OPTIMIZERS: [{"state": {0: {"m": [{4: 1}]}}}]}), "strings as keys in optimizer .* got 4"),
     ]
     for act, says in acts:
         with pytest.raises(ConfigError, match=says):

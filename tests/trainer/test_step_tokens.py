@@ -163,7 +163,7 @@ def cleared_in_place(module: Any, loss: Tensor, optimizers: list[Any]) -> None:
 
 
 NOT_DIVIDED = r"call lightning_zero\.divide_by_tokens\(self, optimizer\) after the last"
-NO_TOKENS = r"from a loss\.backward\(\), .* Call self\.manual_backward"
+NO_TOKENS = r"got gradients of loss\.backward\(\), .* Call self\.manual_backward"
 
 
 @pytest.mark.parametrize(("act", "message"), [
@@ -171,8 +171,8 @@ NO_TOKENS = r"from a loss\.backward\(\), .* Call self\.manual_backward"
     (partial(step, divided=None, clips=True), NOT_DIVIDED),
     (partial(step, divided=None, plain=True), NO_TOKENS),
     (partial(step, plain=True), NO_TOKENS),
-    (partial(step, divided=slice(1)), r"head\.weight, head\.bias have gradients too: call .*divide_by_tokens with all"),
-    (partial(step, clears=False), r"embed\.weight, .* have gradients of an earlier step: clear them with zero_grad"),
+    (partial(step, divided=slice(1)), r"got none for head\.weight, head\.bias\. Pass all .*divide_by_tokens"),
+    (partial(step, clears=False), r"expected no gradients of an earlier step for embed\.weight, .* with zero_grad"),
     (cleared_in_place, r"or clear them with zero_grad\(set_to_none=True\)"),
 ])  # fmt: skip
 @on_ranks(2)
@@ -282,8 +282,8 @@ def test_settings_of_a_step_keep_the_mean(settings: dict[str, Any], tolerance: f
 
 
 UNKNOWN: list[tuple[str, Callable[[Tensor, Tensor], Any]]] = [
-    ("one that does not say", lambda logits, labels: logits.square().mean()),
-    ("one that does not say", lambda logits, labels: F.cross_entropy(logits[0], labels[0], size_average=False)),
+    ("one without a known number", lambda logits, labels: logits.square().mean()),
+    ("one without a known number", lambda logits, labels: F.cross_entropy(logits[0], labels[0], size_average=False)),
     (
         r"means over \d+, \d+ tokens",
         lambda logits, labels: cross_entropy(logits, labels) + lightning_zero.mean_over_tokens(logits.mean(-1)),

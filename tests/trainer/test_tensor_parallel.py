@@ -144,7 +144,7 @@ def test_steps_that_overflow_on_one_rank_are_skipped_on_all(tmp_path: Path) -> N
 
 @on_ranks(4)
 def test_ranks_that_share_a_batch_must_have_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^tensor_parallel: expected one batch for all 2 ranks of a group"):
+    with pytest.raises(ConfigError, match=r"^tensor_parallel: expected the same batch on all 2 ranks of a group"):
         run(strategy_of(2), tmp_path, Lit(shuffled=True))
 
 
@@ -193,7 +193,7 @@ def test_whole_parameters_with_parts_of_gradients_are_named(thawed_in: int, zero
 
     settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
     plan = {"net.up": "colwise", "net.down": "rowwise"}
-    with pytest.raises(ConfigError, match=r"expected one gradient of net.norm.weight \(and 1 others\) on ranks that"):
+    with pytest.raises(ConfigError, match=r"equal gradients of net.norm.weight \(and 1 others\) on ranks that"):
         run(ZeroStrategy(3, tensor_parallel=2, tensor_plan=plan), tmp_path, Heads(), **settings)
     plan["net.norm"] = "replicated_with_grad_allreduce"
     run(ZeroStrategy(3, tensor_parallel=2, tensor_plan=plan), tmp_path, Heads(), **settings)

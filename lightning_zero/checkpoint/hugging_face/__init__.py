@@ -2,7 +2,8 @@
 
 ::
 
-    files    decides where each tensor lies in which safetensors file, and writes ranges of tensors
-    names    finds which tensors the files have, under which names, and which model a checkpoint holds
+    files    finds which tensors the files have, under which names, and which model a checkpoint holds; decides where
+    each
+             tensor is in which safetensors file, and writes ranges of tensors
     export   writes a sharded model on all ranks, config.json and the tokenizer's files
 """

@@ -22,8 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.durable import naming
-from lightning_zero.checkpoint.hugging_face.files import Files, Writer, written
-from lightning_zero.checkpoint.hugging_face.names import Group, Outgoing, alone, folder_of, outgoing
+from lightning_zero.checkpoint.hugging_face.files import (
+    Files,
+    Group,
+    Outgoing,
+    Writer,
+    alone,
+    folder_of,
+    outgoing,
+    written,
+)
 from lightning_zero.checkpoint.sharded.items import by_home
 from lightning_zero.comm.agreements import broadcast_object, together
 from lightning_zero.engine import Engine, engine_of
@@ -188,7 +196,10 @@ class _Export(_Tensors):
         # PEFT reads the adapters of one file.
         files = Files(plan.files(like), self._shard_nbytes if not plan.adapters else sys.maxsize)
         if self._path.is_file() or (self._path.is_dir() and any(self._path.iterdir())):
-            raise ConfigError(f"export: expected a new or empty folder, got {self._path}. Give another, or empty it.")
+            raise ConfigError(
+                f"export: expected a new or empty folder, got {self._path}, which has files. Give another folder, or "
+                "empty this one."
+            )
         if self._engine.comm.rank:
             return files, "", None
         folder, writer = stack.enter_context(written(files, self._path))
@@ -198,8 +209,8 @@ class _Export(_Tensors):
         if not self._is_remote and not folder.is_dir():
             raise ConfigError(
                 f"export: expected a folder that all ranks see, got {folder.parent}, where rank "
-                f"{self._engine.comm.rank} does not see what rank 0 has made. Export to a file system that all nodes "
-                "share."
+                f"{self._engine.comm.rank} does not see the folder that rank 0 has made. Export to a file system that "
+                "all nodes share."
             )
         return stack.enter_context(Writer(files, folder))
 
@@ -274,5 +285,5 @@ def _companions(origin: str) -> dict[str, bytes] | None:
         own = [source / name for name in names_in(source) if any(fnmatch.fnmatch(name, form) for form in COMPANIONS)]
         return {path.name: path.read_bytes() for path in own if path.is_file()}
     except Exception as error:
-        warnings.warn(f"{origin}: the files of its tokenizer could not be copied: {error}", stacklevel=2)
+        warnings.warn(f"tokenizer files in {origin} could not be copied: {error}", stacklevel=2)
         return None

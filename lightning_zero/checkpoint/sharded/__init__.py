@@ -2,11 +2,10 @@
 
 ::
 
-    items     what a rank writes: boxes of tensors, and small values
-    save      saves a folder: every rank writes one file
-    snapshot  copies shards to the host for a thread that writes them
-    index     .metadata, which says where each value is: made, read without running code, checked
-    read      opens a folder: a rank reads only its parts of tensors
+    items  what a rank writes: boxes of tensors, and small values; copies of shards for a thread that writes them
+    save   saves a folder: every rank writes one file
+    index  .metadata, which says where each value is: made, read without running code, checked
+    read   opens a folder: a rank reads only its parts of tensors
 
 ::
 

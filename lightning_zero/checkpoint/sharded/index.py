@@ -146,11 +146,13 @@ def refuse_other_folder(target: Place) -> None:
     others = [path.name for path in target.iterdir() if not ours.fullmatch(path.name)]
     if others:
         shown = ", ".join(sorted(others)[:3])
-        raise IsADirectoryError(errno.EISDIR, f"a folder with other things in it ({shown}), which would be lost")
+        raise IsADirectoryError(errno.EISDIR, f"a folder with other files ({shown}), which a save would remove")
 
 
 def refusal(path: Place, cause: str) -> str:
-    return f"ckpt_path (path of fabric.load): expected a whole checkpoint, got {path}: {cause}. Give another one."
+    return (
+        f"ckpt_path (path of fabric.load): expected a whole checkpoint, got {path}: {cause}. Give another checkpoint."
+    )
 
 
 def _check_files(folder: Place, index: Metadata) -> None:
@@ -168,9 +170,9 @@ def _check_files(folder: Place, index: Metadata) -> None:
         try:
             size = path.stat().st_size
         except FileNotFoundError as error:
-            raise ConfigError(refusal(path, "this file of it is missing")) from error
+            raise ConfigError(refusal(path, "this file of the checkpoint is missing")) from error
         if size < end:
-            raise ConfigError(refusal(path, f"this file of it has {size:,} bytes, fewer than the {end:,} of its index"))
+            raise ConfigError(refusal(path, f"this file has {size:,} bytes, fewer than the {end:,} in the index"))
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             missing = [c for c in entry.chunks if MetadataIndex(key, c.offsets) not in index.storage_data]
@@ -179,4 +181,4 @@ def _check_files(folder: Place, index: Metadata) -> None:
                 cause = f"its index has {filled:,} of the {entry.size.numel():,} elements of {key}"
                 raise ConfigError(refusal(folder, cause))
         elif MetadataIndex(key) not in index.storage_data:
-            raise ConfigError(refusal(folder, f"its index has no place of {key}"))
+            raise ConfigError(refusal(folder, f"its index has no place for {key}"))

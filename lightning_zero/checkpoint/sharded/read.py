@@ -140,7 +140,7 @@ class ShardedFolder:
                 view.seek(0)
                 start = info.offset + cast(Any, torch._C.PyTorchFileReader(view)).get_record_offset("data/0")
             except Exception as error:
-                cause = f"what it has for {place.fqn} cannot be read: {type(error).__name__}: {error}"
+                cause = f"its values of {place.fqn} cannot be read: {type(error).__name__}: {error}"
                 raise ConfigError(refusal(path, cause)) from error
         self._blobs[place] = _Blob(path, start, tensor)
         return self._blobs[place]
@@ -152,5 +152,5 @@ def _fill(memory: Tensor, file: BinaryIO, path: Place) -> None:
     while read < len(target):
         count = file.readinto(target[read : read + 64 * MIB])  # type: ignore[attr-defined]
         if not count:
-            raise ConfigError(refusal(path, "this file of it ends too early"))
+            raise ConfigError(refusal(path, "this file of the checkpoint ends too early"))
         read += count

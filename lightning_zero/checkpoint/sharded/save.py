@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.durable import begin_sync, leave, naming, written_aside
 from lightning_zero.checkpoint.sharded.index import EXTRA, SUFFIX, as_bytes, make_index, refuse_other_folder
-from lightning_zero.checkpoint.sharded.items import Entry, Item, items_of
-from lightning_zero.checkpoint.sharded.snapshot import Snapshot
+from lightning_zero.checkpoint.sharded.items import Entry, Item, Snapshot, items_of
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, together
 from lightning_zero.device.streams import Streams
 from lightning_zero.engine.units.master_storage import FileStorage, FlatSlice, MasterStorage, opened
@@ -85,7 +84,7 @@ def save_folder(
             with contextlib.closing(_RankFile(items_of(state, rank), rank, rest_of, target)) as file:
                 return file.write(long_work)
 
-        items: list[Item] = on_all("what is copied", lambda: items_of(state, rank)) if behind is not None else []
+        items: list[Item] = on_all("the values to copy", lambda: items_of(state, rank)) if behind is not None else []
         why = ""
         if behind is not None:
             needs = _needs(behind, items)
@@ -137,14 +136,14 @@ def _objects(target: RemotePath) -> Iterator[RemotePath]:
         if target.is_file():  # a checkpoint that was one file
             target.unlink()
     except Exception as error:  # the new checkpoint is there
-        warnings.warn(f"{target}: what was there before could not be removed: {error}", stacklevel=2)
+        warnings.warn(f"{target}: the earlier checkpoint of this name could not be removed: {error}", stacklevel=2)
 
 
 def _check(rest_of: Place, rank: int) -> None:
     if not rest_of.is_file():
         raise ConfigError(
             f"zero/checkpoint=sharded: expected a folder that all ranks see, got {rest_of.parent.parent}, where rank "
-            f"{rank} does not see what rank 0 has made. Save to a file system that all nodes share, or "
+            f"{rank} does not see the folder that rank 0 has made. Save to a file system that all nodes share, or "
             "choose zero/checkpoint=full."
         )
 
@@ -158,9 +157,9 @@ def _needs(behind: Behind, items: Sequence[Item]) -> _Needs:
 def _why_not(ranks: Sequence[_Needs]) -> str:
     """Return why a save of all ``ranks`` cannot run in the background; empty if it can."""
     if any(in_files for *_, in_files in ranks):
-        return "what is saved is in files"
+        return "the values to save are in files"
     lack = any(sum(n for at, n, *_ in ranks if at == host) > free for host, new, free, _ in ranks if new)
-    return "there is no host memory for a copy of what is saved" if lack else ""
+    return "there is not enough host memory for a copy of the values" if lack else ""
 
 
 def _end(stack: contextlib.ExitStack, rest_of: Place, target: Place, found: Sequence[list[Entry]] | None) -> None:

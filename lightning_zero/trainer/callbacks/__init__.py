@@ -1,2 +1,2 @@
-"""Callbacks: ZeroMonitor (``monitor``, which counts FLOPs with ``flops``), and Lightning's callbacks on shards
-(``averaging``, ``stochastic_averaging``, ``finetuning``, ``pruning``)."""
+"""Callbacks: ZeroMonitor (``monitor``; ``flops`` counts its FLOPs), and Lightning's callbacks on sharded modules:
+``averaging``, and ``parameters`` (ModelPruning, BaseFinetuning)."""

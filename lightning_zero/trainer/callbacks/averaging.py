@@ -1,15 +1,15 @@
-"""Run Lightning's WeightAveraging (and EMA) callbacks on shards: the averaged model holds averages of this rank's
-master shards. Checkpoints hold full tensors, as without sharding."""
+"""Run Lightning's WeightAveraging (also EMA) and StochasticWeightAveraging callbacks on shards. An averaged model
+holds averages of this rank's master shards. Checkpoints hold full tensors, as without sharding."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_zero.engine import Engine, engine_of
@@ -24,7 +24,7 @@ from lightning_zero.engine.whole.state_dicts import (
     parts_of_saved,
     sharded_state_dict,
 )
-from lightning_zero.lightning_api import StochasticWeightAveraging, WeightAveraging, pl
+from lightning_zero.lightning_api import StochasticWeightAveraging, TrainerFn, WeightAveraging, pl
 from lightning_zero.planning.placement import Tier
 from lightning_zero.settings import CheckpointFormat
 from lightning_zero.trainer.adapted import is_ours
@@ -56,8 +56,8 @@ class _Tensors(nn.Module):
         if name.isdigit() or "/" in name or name in self._buffers or name.startswith("_"):
             return super().__getattr__(name)
         raise AttributeError(
-            f"_average_model.module.{name}: with a ZeRO strategy a rank has its shards of the averages, in no modules. "
-            f"Use {name} of the LightningModule, which holds the averages during validation and after the fit."
+            f"_average_model.module.{name}: with a ZeRO strategy each rank holds shards of the averages, without "
+            f"modules. Use {name} of the LightningModule, which has the averages during validation and after the fit."
         )
 
 
@@ -164,10 +164,53 @@ class ShardedAverage(AveragedModel):
         self.engine.passes.wait_for_all()  # the current weights are loaded next
 
 
+class StochasticAverage(ShardedAverage):
+    """The average of a StochasticWeightAveraging callback, made of shards. Its state dict is that of the module."""
+
+    @outside_autograd
+    def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        """Update the averages by element-wise ``avg_fn``, or the first time by copying the masters. Collective."""
+        self._begin_to_change()
+        whole_params.take_writes_over(self.engine)
+        with masters(self.engine):
+            for own, bucket in zip(self.module.parameters(), self.engine.buckets, strict=True):
+                own.data = own.data.to(bucket.master.dtype)  # thawing a bucket may change its dtype
+                # Parameter by parameter, because the padding between parameters must stay zero.
+                for f in bucket.owned_fragments():
+                    part = slice(f.start, f.start + f.numel)
+                    now = bucket.master[part].to(own.device)
+                    kept = n_averaged == 0 or is_packed(bucket.params[f.index].param)  # packed bytes have no average
+                    new = now if kept else avg_fn(own[part], now, n_averaged.to(own.device))
+                    own[part].copy_(new)
+        n_averaged += 1
+
+    @outside_autograd
+    def transfer(self) -> None:
+        """Copy the averages into the model. Collective."""
+        whole_params.take_writes_over(self.engine)
+        with masters(self.engine, changed=True):
+            for own, bucket in zip(self.module.parameters(), self.engine.buckets, strict=True):
+                bucket.master.copy_(own)
+        whole_params.masters_changed(self.engine)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        state = super().state_dict()
+        return {name.removeprefix("module."): value for name, value in state.items() if name != "n_averaged"}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+        self._load(state, strict)
+
+
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
-    """Replace the average of each averaging callback by a :class:`ShardedAverage`, after sharding. Collective."""
+    """Replace the average of each averaging callback by one of shards, after sharding. Collective."""
+    for stochastic in _stochastic(trainer):
+        waiting: Any = stochastic._average_model
+        average = StochasticAverage(engine, trainer.strategy, use_buffers=False, device=stochastic._device)
+        stochastic._average_model = average  # type: ignore[assignment]
+        if isinstance(waiting, NoAverageYet) and waiting.loaded is not None:
+            average.load_state_dict(waiting.loaded)
     for callback in _averaging(trainer):
-        waiting: Any = callback._average_model
+        waiting = callback._average_model
         callback._average_model = ShardedAverage(  # type: ignore[assignment]
             engine, trainer.strategy, use_buffers=callback._use_buffers, device=callback._device, **callback._kwargs
         )
@@ -177,7 +220,7 @@ def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
 
 def followers(trainer: pl.Trainer, engine: Engine) -> list[Follow]:
     """Return the functions that move callbacks' averages when ``engine`` is restaged."""
-    averaging: list[Any] = [*_averaging(trainer), *stochastic(trainer)]
+    averaging: list[Any] = [*_averaging(trainer), *_stochastic(trainer)]
     averages = (callback._average_model for callback in averaging)
     return [a.follow for a in averages if isinstance(a, ShardedAverage) and a.engine is engine]
 
@@ -186,7 +229,7 @@ def _averaging(trainer: pl.Trainer) -> list[WeightAveraging]:
     return [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
 
 
-def stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
+def _stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
     return [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
 
 
@@ -194,7 +237,8 @@ def stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
 
 
 class NoAverageYet:
-    """Placeholder for a callback's average until the module is sharded. ``loaded``: what to load into the average."""
+    """Placeholder for a callback's average until the module is sharded. ``loaded``: the state to load into the
+    average."""
 
     def __init__(self) -> None:
         self.loaded: Any = None
@@ -205,7 +249,7 @@ class NoAverageYet:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"_average_model.{name}: with a ZeRO strategy the averages are made after setup(), when the module is "
-            "sharded. What needs them belongs into on_fit_start()."
+            "sharded. Use them in on_fit_start() or later."
         )
 
 
@@ -255,7 +299,30 @@ class AveragesShards(WeightAveraging):
             return None
         if engine_of(average.engine.module) is not average.engine:
             raise RuntimeError(
-                f"the averages of {type(self).__name__} belong to a run with another strategy or other settings. Give "
-                "each Trainer a callback of its own."
+                f"{type(self).__name__}: expected a new callback, got one with averages of a run with another strategy "
+                "or other settings. Create a callback for each Trainer."
             )
         return average
+
+
+class AveragesShardsStochastically(StochasticWeightAveraging):
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Under ZeroStrategy, do not copy the module: later :func:`average_shards` makes an average of shards."""
+        if not is_ours(trainer):
+            super().setup(trainer, pl_module, stage)
+        elif trainer.state.fn == TrainerFn.FITTING:
+            self._average_model = NoAverageYet()  # type: ignore[assignment]
+
+    @staticmethod
+    def update_parameters(average_model: Any, model: Any, n_averaged: Tensor, avg_fn: Any) -> None:
+        if isinstance(average_model, StochasticAverage):
+            average_model.average(n_averaged, avg_fn)
+        else:
+            StochasticWeightAveraging.update_parameters(average_model, model, n_averaged, avg_fn)
+
+    @staticmethod
+    def transfer_weights(src_pl_module: Any, dst_pl_module: Any) -> None:
+        if isinstance(src_pl_module, StochasticAverage):
+            src_pl_module.transfer()
+        else:
+            StochasticWeightAveraging.transfer_weights(src_pl_module, dst_pl_module)

@@ -18,6 +18,7 @@ from lightning_zero.planning.buckets import RESTING
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.settings import ConfigError, Offload, Precision
+from lightning_zero.settings.names import positive
 from lightning_zero.trainer.callbacks.flops import FlopCount
 from lightning_zero.trainer.memory.held_bytes import held_bytes, planned_now
 from lightning_zero.trainer.step_tokens import step_tokens
@@ -71,8 +72,8 @@ class ZeroMonitor(Callback):
         count_flops: bool = True,
     ) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("peak_flops", peak_flops)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"ZeroMonitor.{name}: expected a number > 0, got {value!r}.")
+            if value is not None:
+                positive(f"ZeroMonitor({name}=)", value)
         self._every_n_steps = every_n_steps
         self._prog_bar = prog_bar
         self._peak, self._count_flops = peak_flops, count_flops
@@ -89,7 +90,10 @@ class ZeroMonitor(Callback):
         from lightning_zero.trainer.strategy import ZeroStrategy
 
         if not isinstance(trainer.strategy, ZeroStrategy):
-            raise ConfigError("ZeroMonitor measures ZeroStrategy. Use Trainer(strategy='zero3'), or drop the callback.")
+            raise ConfigError(
+                f"ZeroMonitor: expected a Trainer with ZeroStrategy, got {type(trainer.strategy).__name__}. Set "
+                "Trainer(strategy='zero3'), or drop the callback."
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         engine = _engine(trainer)

@@ -3,9 +3,7 @@
 ::
 
     activations     memory that a micro-batch needs, measured on fake tensors
-    fake_module     the module's copy with fake tensors
-    auto_row        stage=auto: chooses stage and offload
-    host_room       refuses what hosts without GPUs have no room for
+    fake_module     copies of the module with fake tensors, and the state that its optimizers will have
+    auto_row        stage=auto: chooses stage and offload; raises if hosts without GPUs lack memory for parameters
     held_bytes      bytes that an engine holds now, by role and tier
-    planned_states  the state that optimizers will have
 """

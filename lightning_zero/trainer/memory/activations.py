@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented  # its local operations come here next
         reads = func is torch.ops.aten._local_scalar_dense.default
         if reads and isinstance(args[0], FakeTensor) and args[0].is_floating_point():
-            return 1.0  # a stand-in for a loss that is logged; reading a length or a condition fails
+            return 1.0  # replaces a loss that is logged; reading a length or a condition raises
         result = func(*args, **(kwargs or {}))
         self.flops += flops_of(func, args, kwargs or {}, result)
         for tensor in tree_leaves(result):
@@ -148,7 +148,7 @@ def measure(
     """Return the activations of one forward and backward of ``module``, by measuring them. ``module`` must not be
     sharded yet, can be on meta, and stays unchanged.
 
-    Hooks around batches are not called. ``trainer`` is ``self.trainer`` in ``training_step``; default: a stand-in.
+    Hooks around batches are not called. ``trainer`` is ``self.trainer`` in ``training_step``; default: a new Trainer.
     Raises NotMeasured if ``training_step`` fails on tensors without values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -161,8 +161,8 @@ def measure(
     except Exception as error:
         text = str(error).strip().splitlines()
         raise NotMeasured(
-            f"activations cannot be measured: training_step of {type(module).__qualname__} fails on tensors that have "
-            f"no values: {type(error).__name__}: {text[0] if text else ''}"
+            f"activations cannot be measured: training_step of {type(module).__qualname__} fails on tensors without "
+            f"values: {type(error).__name__}: {text[0] if text else ''}"
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""Choose stage and offload for ``zero/stage=auto`` when a run starts: rank 0 chooses, from all ranks' free memory.
+"""Choose stage and offload for ``zero/stage=auto`` when a run starts: rank 0 chooses, from all ranks' free memory. And
+refuse parameters for which hosts without GPUs lack memory, before they are allocated.
 
 ::
 
@@ -12,11 +13,14 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections import Counter
+import socket
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.device import accelerator_of
@@ -24,9 +28,11 @@ from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, describe_units
 from lightning_zero.lightning_api import isolate_rng, pl, rank_zero_info
 from lightning_zero.planning.activations import ByBatchSize
+from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.choose import choose_row
-from lightning_zero.planning.fit import Machine, Model
+from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import ADAM_STATES, Limits
+from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import CPU_RATES, GPU_RATES
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.ranks.posts import machine
@@ -40,7 +46,7 @@ from lightning_zero.settings import (
     for_layout,
     with_rows,
 )
-from lightning_zero.tiers.limits import available_host_memory
+from lightning_zero.tiers.limits import available_host_memory, free_swap
 from lightning_zero.trainer.memory.activations import NotMeasured, measure_sizes
 from lightning_zero.trainer.memory.fake_module import states_of
 from lightning_zero.trainer.precision import ZeroPrecision
@@ -88,7 +94,7 @@ class Auto:
             return
         if before is not None and engine_of(module) is not None:  # keep the choice while the module is sharded
             return
-        places = strategy._gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
+        places = strategy._gather_objects(_place(strategy, asked), "free memory of all ranks, for zero/stage=auto")
 
         def act() -> Decision | None:
             if not strategy.is_global_zero:
@@ -102,7 +108,7 @@ class Auto:
                 if not candidates:
                     raise ConfigError(
                         "zero/stage=auto: expected a stage that allows zero/offload="
-                        f"{asked.offload.name.name} and a folder for files where it needs one, got none. Choose "
+                        f"{asked.offload.name.name}, and a folder if this offload writes files, got none. Choose "
                         "zero/offload=auto, or set zero.offload.nvme_path."
                     )
                 choice = choose_row(model, there, candidates, CPU_RATES if there.shared else GPU_RATES)
@@ -171,13 +177,13 @@ def model_of(
         found, why_not = activations_of(strategy.precision_plugin, trainer, module, layout)
     assumed = []
     if why_not:
-        assumed.append(f"activations are not in the plan, half of the memory is left for them: {why_not}")
+        assumed.append(f"activations are not in the plan, and half of the memory is left for them, because {why_not}")
     states: int | TensorStates | None = strategy.run_plan.optimizer_states
     why = ""
     if states is None:
         states, why = states_of(module, trainer, units, config) if fitting else (ADAM_STATES, "")
     if why:
-        assumed.append(f"{states} tensors of optimizer state for each parameter are assumed, as Adam has: {why}")
+        assumed.append(f"{states} tensors of optimizer state for each parameter are assumed, as for Adam: {why}")
     return planned_model(units, config, trainer.accumulate_grad_batches, states, found), assumed
 
 
@@ -235,3 +241,44 @@ def batch_from(loaders: Any) -> Any:
         return loaders.collate_fn(dataset[0])
     count = min(size, len(dataset))  # type: ignore[arg-type]
     return loaders.collate_fn([dataset[index] for index in range(count)])
+
+
+def check_host_room(strategy: Run, module: nn.Module, config: ZeroConfig) -> None:
+    """Raise ConfigError on all ranks if a host lacks memory for its ranks' shards of a module on meta. Collective.
+
+    Gradients, optimizer state and activations are left out, because it is not known yet which parameters get them. If
+    the user has set ``host_budget``, nothing is checked.
+    """
+    if accelerator_of(strategy.root_device).has_streams or config.offload.host_budget is not None:
+        return
+    if config.offload.name is Offload.auto:  # the offload is chosen by the available memory
+        return
+    what = "room for parameters"
+    needed = strategy._together(what, partial(_needed, strategy, module, config))
+    own = (machine(), socket.gethostname(), needed, available_host_memory() + free_swap())
+    hosts = defaultdict(list)
+    for key, *values in strategy._gather_objects(own, what):
+        hosts[key].append(values)
+    for ranks in hosts.values():
+        want, free = sum(rank[1] for rank in ranks), min(rank[2] for rank in ranks)
+        if want > free:
+            raise ConfigError(
+                f"zero.offload: expected room for the parameters of {len(ranks)} rank(s) on host {ranks[0][0]}, "
+                f"{want:,} bytes, got {free:,} available bytes (of its cgroup, or of the machine). Without GPUs "
+                "parameters are in host memory. Use GPUs, more hosts, zero/offload=nvme, zero/precision=bf16_true or a "
+                "smaller model (python -m lightning_zero.plan shows what each stage needs). On a machine whose memory "
+                "grows with use, choose zero/offload=cpu and set zero.offload.host_budget, which is not checked."
+            )
+
+
+def _needed(strategy: Run, module: nn.Module, config: ZeroConfig) -> int:
+    """Return the bytes that this rank's shards of parameters will take, beside what the module has already."""
+    if not any(param.is_meta for param in module.parameters()):
+        return 0
+    units = describe_units(module, config, strategy.precision_plugin.row)
+    ranks, nodes = strategy.world_size // strategy.num_nodes, strategy.num_nodes
+    there = Machine(ranks, 0, available_host_memory(), 0, nodes, shared=True, hybrid_shard=config.hybrid_shard)
+    model = planned_model(units, config, 1, states=0)
+    row = plan_row(model, config.stage.name, config.offload.name, there, config.offload)
+    rest = sum(n for (role, tier), n in row.rest.items() if role is not Role.grad and tier is not Tier.nvme)
+    return max(0, rest - sum(param.nbytes for param in module.parameters() if not param.is_meta))

@@ -1,4 +1,5 @@
-"""Copy a module with fake tensors, which have no memory, to run its steps without effects."""
+"""Copy a module with fake tensors, which have no memory, to run its steps without effects, and plan the state that its
+optimizers will have."""
 
 from __future__ import annotations
 
@@ -18,16 +19,20 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.units.describe import UnitGroup
 from lightning_zero.lightning_api import LightningEnvironment, isolate_rng, pl
+from lightning_zero.optimizers.known import count_states
+from lightning_zero.optimizers.probe import probe
+from lightning_zero.optimizers.refused import is_stepped_whole
 from lightning_zero.planning.memory import ADAM_STATES
-from lightning_zero.planning.tensor_states import TensorStates
-from lightning_zero.settings import ZeroConfig
-from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
+from lightning_zero.planning.owners import matrix_work
+from lightning_zero.planning.tensor_states import TensorState, TensorStates
+from lightning_zero.settings import ConfigError, OptimizerConfig, ZeroConfig
 
 CPU = torch.device("cpu")
 
 
 class _Stand:
-    """Stands in for a fake copy's Trainer: has own ``optimizers``; the rest is of the run's Trainer, or a new one."""
+    """Replaces the Trainer of a fake copy. Has ``optimizers`` of its own; other attributes are those of the run's
+    Trainer, or of a new one."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self.__dict__.update(_trainer=trainer or _new_trainer(), optimizers=optimizers)
@@ -87,7 +92,7 @@ def _without_owners(module: nn.Module) -> dict[int, Any]:
 
 def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
     """Change the copy ``module``, so that its trainer is a stand-in, it logs nothing, has no schedulers, gathers
-    nothing, and calls ``backward`` in the place of ``manual_backward``."""
+    nothing, and calls ``backward`` instead of ``manual_backward``."""
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
     module.__dict__["_trainer"] = _Stand(trainer, optimizers)
 
@@ -138,7 +143,7 @@ def states_of(
     except UnknownStateError as error:
         return ADAM_STATES, str(error)
     except Exception as error:  # of users' code; training will raise it again
-        return ADAM_STATES, f"configure_optimizers cannot be asked before: {type(error).__name__}: {error}"
+        return ADAM_STATES, f"configure_optimizers fails on tensors without values: {type(error).__name__}: {error}"
     return found, ""
 
 
@@ -175,3 +180,55 @@ def _optimizers_in(found: object) -> list[Optimizer]:
     if isinstance(found, list | tuple):
         return [optimizer for part in found for optimizer in _optimizers_in(part)]
     return [found] if isinstance(found, Optimizer) else []
+
+
+class UnknownStateError(Exception):
+    """Raised if an optimizer's state cannot be known before training. The message names optimizer and reason."""
+
+
+def planned_states(
+    units: Sequence[UnitGroup],
+    optimizers: Sequence[Optimizer],
+    settings: OptimizerConfig,
+    message_nbytes: int,
+    param_of: Callable[[nn.Parameter], nn.Parameter] = lambda param: param,
+) -> int | TensorStates:
+    """Return the number of state tensors per parameter, or each parameter's state if an optimizer steps whole tensors.
+
+    Raises UnknownStateError if an optimizer cannot be tried.
+
+    Args:
+        optimizers: optimizers, which stay unchanged. Their parameters can be on meta, or fake tensors.
+        message_nbytes: bytes of gradients in transit at a time.
+        param_of: returns the parameter in ``units`` of which an optimizer's parameter is a copy.
+    """
+    stepped_whole = [is_stepped_whole(o, settings.sharding) for o in optimizers]
+    if not any(stepped_whole):
+        return max(map(count_states, optimizers), default=0)
+    dtypes = {
+        id(info.param): bucket.dtypes.master for unit in units for bucket in unit.buckets for info in bucket.params
+    }
+    found: dict[int, TensorState] = {}
+    for number, (optimizer, whole) in enumerate(zip(optimizers, stepped_whole, strict=True)):
+        if not whole:
+            state = TensorState(slices=count_states(optimizer))
+            found |= {id(param_of(p)): state for group in optimizer.param_groups for p in group["params"]}
+            continue
+        try:
+            cpu = torch.device("cpu")
+            probed = probe(optimizer, lambda p: dtypes[id(param_of(p))], cpu, true_shapes=False)
+        except (ConfigError, KeyError) as error:
+            raise UnknownStateError(f"{type(optimizer).__name__} cannot be tried: {error}") from error
+        if probed.failed is not None or probed.couples:
+            raise UnknownStateError(f"{type(optimizer).__name__} is not known")
+        for index, group in enumerate(optimizer.param_groups):
+            for param in map(param_of, group["params"]):
+                shapes = probed.states.get((index, param.dim(), dtypes[id(param)]), ())
+                nbytes = tuple(shape.nbytes(param.shape) for shape in shapes)
+                found[id(param)] = TensorState(number, matrix_work(param.shape), nbytes)
+    tensors = tuple(
+        tuple(found.get(id(info.param), TensorState()) for info in bucket.params)
+        for unit in units
+        for bucket in unit.buckets
+    )
+    return TensorStates(tensors, message_nbytes)

@@ -1,10 +1,10 @@
-"""Write checkpoint folders in the background while training goes on: ``zero.checkpoint.background``.
+"""Write checkpoint folders in the background while training continues: ``zero.checkpoint.background``.
 
 ::
 
     main thread                                       a thread of each rank
     save: collect names and small values, make the folder
-    train, and wait before a step changes a shard     copy the shards (checkpoint/sharded/snapshot.py)
+    train, and wait before a step changes a shard     copy the shards (checkpoint/sharded/items.py)
     train                                             write and sync the rank's file
     train                                             rank 0, when all have: write the index, name the folder
     train                                             rank 0: link last.ckpt to it, remove an older checkpoint
@@ -121,7 +121,7 @@ class BackgroundSaves:
                 return ""
             gone = waits.silent()
             if any(rank in gone for rank in missing) or quiet_s > waits.stall_timeout_s:
-                return f"rank(s) {list(missing)} have ended, or do not answer, before they had written their part"
+                return f"rank(s) {list(missing)} ended, or stopped answering, before they had written their parts"
             return ""
 
         parts = mail.collect(give_up)

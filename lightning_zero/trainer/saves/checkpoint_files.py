@@ -50,7 +50,8 @@ class CheckpointFiles(Processes):
         self._checkpoint_io = io
 
     def _put_values(self, engines: Iterable[Engine], checkpoint: dict[str, Any], save: RangeSave | None = None) -> None:
-        """Give modules of ``engines`` that are in ``checkpoint`` the values that are saved. Collective."""
+        """Replace parameters of ``engines`` that ``checkpoint`` holds (in hyperparameters, states of callbacks) by
+        parameters with their values. Collective."""
         for engine in engines:
             make: Make = partial(whole_values, checkpoint)
             if self.config.checkpoint.name is CheckpointFormat.sharded:
@@ -72,8 +73,8 @@ class CheckpointFiles(Processes):
         """
         if options is not None:
             raise ConfigError(
-                "zero/checkpoint=sharded: expected no storage_options, which only plugins use, got "
-                f"{options!r}. Leave them out, or choose zero/checkpoint=full."
+                "zero/checkpoint=sharded: expected no storage_options, which only plugins of zero/checkpoint=full use, "
+                f"got {options!r}. Drop storage_options, or choose zero/checkpoint=full."
             )
         folder = place(self.broadcast(str(path)))
         parts = self._together("dividing a checkpoint", lambda: divide(checkpoint, **settings))
@@ -99,17 +100,17 @@ class CheckpointFiles(Processes):
         all ranks, with the file, if it is damaged. Collective."""
         name = place(path)
         found = self._gather_objects(_identity(name), "checksums")
-        # Ranks that see different copies check theirs separately.
+        # Ranks that see different copies of a checkpoint check each copy.
         peers = [rank for rank, identity in enumerate(found) if identity == found[self.global_rank]]
         part = peers.index(self.global_rank)
         report = self._together("reading checksums", lambda: check_sums(name, part, len(peers), self._long_work))
         total = sum(r.checked for r in self._gather_objects(report, "checksums")) // max(1, len(found) // len(peers))
         if report.unknown:
             rank_zero_warn(
-                f"{name} has no checksums for all that is in it: it is loaded without a check (zero.checkpoint.verify)."
+                f"{name} has parts without checksums, which are loaded without a check (zero.checkpoint.verify)."
             )
         elif total:
-            rank_zero_info(f"{name} is as it was written: {total:,} bytes agree with their checksums")
+            rank_zero_info(f"{name} was not damaged since it was written: {total:,} bytes agree with their checksums")
 
 
 def _identity(name: Place) -> tuple[int, ...] | None:
@@ -122,7 +123,7 @@ def _identity(name: Place) -> tuple[int, ...] | None:
 
 def check_sums(name: Place, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
     """Compare every ``parts``-th record of the checkpoint ``name``, from number ``part`` on, with its checksum. Return
-    what was checked. Raise ConfigError if a record is damaged."""
+    a report. Raise ConfigError if a record is damaged."""
     if not name.is_file() and not (name / INDEX).is_file():  # loading will say so
         return NOTHING
     try:
@@ -135,8 +136,8 @@ def check_sums(name: Place, part: int = 0, parts: int = 1, long_work: LongWork =
     if report.damage:
         raise ConfigError(
             f"ckpt_path (path of fabric.load): expected {name} as it was written, got other values in "
-            f"{', '.join(report.damage[:5])}{' and more' if len(report.damage) > 5 else ''}: it was damaged since. "
-            "Give another one (a job that starts again takes the one before it when this file is gone), or "
-            "zero.checkpoint.verify=false."
+            f"{', '.join(report.damage[:5])}{' and more' if len(report.damage) > 5 else ''}: the checkpoint was "
+            "damaged after it was written. Give another checkpoint (a restarted job takes an earlier one if you remove "
+            f"{name}), or set zero.checkpoint.verify=false."
         )
     return report

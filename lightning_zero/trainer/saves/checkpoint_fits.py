@@ -29,11 +29,11 @@ _CYCLED = frozenset({"betas", "momentum"})  # changed by schedulers that cycle m
 
 
 class OtherModelError(ConfigError, RuntimeError):
-    """Raised if the checkpoint is of another model. It is a RuntimeError too, as torch and DDP raise."""
+    """Raised if the checkpoint is of another model. Also a RuntimeError, which torch and DDP raise in this case."""
 
 
 class OnlyWeightsError(ConfigError, KeyError):
-    """Raised if the checkpoint has no optimizer states to resume from. A KeyError too, like Lightning's error."""
+    """Raised if the checkpoint has no optimizer states to resume from. Also a KeyError, like Lightning's error."""
 
     __str__ = Exception.__str__
 
@@ -48,9 +48,9 @@ def of_lightning(loaded: Any, path: Any) -> dict[str, Any]:
         if "state_dict" in loaded and _VERSION not in loaded:
             what += f" and no {_VERSION}"
     raise ConfigError(
-        f"ckpt_path: expected a checkpoint of Lightning, got {path}, which holds {what}. Give another ckpt_path; "
-        "weights alone can be loaded into the module before the run (load_state_dict), and what fabric.save has "
-        "written by fabric.load."
+        f"ckpt_path: expected a checkpoint of Lightning, got {path}, which holds {what}. Change ckpt_path; load "
+        "weights alone into the module before the run (load_state_dict), and load what fabric.save has written by "
+        "fabric.load."
     )
 
 
@@ -59,8 +59,8 @@ def check_states(checkpoint: Mapping[str, Any], path: Any) -> None:
         return
     raise OnlyWeightsError(
         f"ckpt_path: expected a checkpoint with the states of optimizers, got {path}, which has weights only "
-        "(save_weights_only=True of a ModelCheckpoint). Give another ckpt_path, or load its weights into the module "
-        "before the run (load_from_checkpoint)."
+        "(save_weights_only=True of a ModelCheckpoint). Change ckpt_path, or load the weights into the module before "
+        "the run (load_from_checkpoint)."
     )
 
 
@@ -94,8 +94,8 @@ def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, stric
         except RuntimeError as error:
             raise OtherModelError(
                 f"ckpt_path (path of fabric.load): expected a checkpoint of this {type(module).__name__}, got {path}: "
-                f"{'; '.join(found)}. Give a checkpoint of this model; where names alone differ, "
-                "the LightningModule may set strict_loading=False (fabric.load: strict=False)."
+                f"{'; '.join(found)}. Give a checkpoint of this model; if only names differ, set "
+                "strict_loading=False in the LightningModule (fabric.load: strict=False)."
             ) from error
 
 
@@ -105,9 +105,9 @@ def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: 
     lacking = sorted(name for name in on_meta if name not in checkpoint["state_dict"])
     if checkpoint.get(EXCLUDES_FROZEN) and lacking and config.init_from is None:
         raise ConfigError(
-            f"ckpt_path: expected a module with values for its frozen parameters, which {path} leaves out "
+            f"ckpt_path: expected a module with values for its frozen parameters, which {path} does not have "
             f"(zero.checkpoint.exclude_frozen), got {some(lacking)} on the meta device. Set zero.init_from to the "
-            "folder of the model, or build the module off meta."
+            "folder of the model, or do not build the module on meta."
         )
 
 
@@ -144,10 +144,10 @@ def warn_of_overruled(
                     changed.append(f"{name}{group}: {before} (given: {now})")
     if changed:
         rank_zero_warn(
-            f"ckpt_path: {path}: the optimizer uses the settings of the checkpoint, as under every strategy, "
-            f"instead of those that were given: {', '.join(dict.fromkeys(changed))}. To change them, set "
-            "optimizer.param_groups in on_train_start (and lr_scheduler.base_lrs where a scheduler sets lr), or load "
-            "only the weights (load_state_dict) into a new run."
+            f"ckpt_path: {path}: the optimizer uses the settings in the checkpoint, as under every strategy, and not "
+            f"the given ones: {', '.join(dict.fromkeys(changed))}. To use other settings, set optimizer.param_groups "
+            "in on_train_start (and lr_scheduler.base_lrs if a scheduler sets lr), or load only the weights "
+            "(load_state_dict) into a new run."
         )
 
 
@@ -158,7 +158,7 @@ def _plain(value: Any) -> Any:
 
 def _differences(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:
     shapes = [
-        f"{name} has shape {tuple(value.shape)} there and {tuple(own[name].shape)} here"
+        f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(own[name].shape)} in the model"
         for name, value in state.items()
         if isinstance(value, Tensor)
         and isinstance(own.get(name), Tensor)
@@ -167,7 +167,7 @@ def _differences(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool)
     ]
     found = []
     if strict and (missing := [name for name in own if name not in state]):
-        found.append(f"it lacks {some(missing)}")
+        found.append(f"the checkpoint lacks {some(missing)}")
     if strict and (more := [name for name in state if name not in own]):
         found.append(f"the model lacks {some(more)}")
     return [*found, *([some(shapes)] if shapes else [])]

@@ -8,7 +8,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -18,7 +18,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_zero.checkpoint.archive import write_archive
 from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
-from lightning_zero.checkpoint.sharded.index import refuse_other_folder
+from lightning_zero.checkpoint.sharded.index import refusal, refuse_other_folder
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.lightning_api import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
 from lightning_zero.planning.memory import SPARE
@@ -29,8 +29,8 @@ from lightning_zero.tiers.remote import RemotePath, place
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Writes local files whole or not at all. Other files as Lightning does, or in parts where memory lacks for that.
-    ``long_work`` shows the progress."""
+    """Writes a local file whole or not at all. Writes other files as Lightning does, or in parts if there is not enough
+    memory for Lightning's copies. ``long_work`` shows the progress."""
 
     long_work: LongWork = SILENT
     _looked: frozenset[bool] = frozenset()  # which kinds of files :meth:`look_at` has checked
@@ -87,8 +87,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         self._looked |= {whole}
         if found := _classes(path):
             warnings.warn(
-                f"{path} holds {', '.join(found)}, and going on from it is refused: loading these can run code. "
-                f"Keep them out of hyperparameters and states, or {way_out(found)}.",
+                f"{path} holds {', '.join(found)}. A run cannot resume from this file, because loading these classes "
+                f"can run code. Do not save them in hyperparameters and states, or {way_out(found)}.",
                 stacklevel=2,
             )
 
@@ -161,7 +161,7 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
     except MemoryError:
         raise
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}. Give another ckpt_path (path of fabric.load).") from error
+        raise FileNotFoundError(f"{error}. Change ckpt_path (path of fabric.load).") from error
     except OSError as error:
         if error.errno in _LASTING:
             raise ConfigError(_damaged(path, error)) from error
@@ -170,10 +170,7 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
         found = [] if weights_only is False else _refused(path, error)
         if not found:
             raise ConfigError(_damaged(path, error)) from error
-        raise ConfigError(
-            f"ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values, got {path} with "
-            f"{', '.join(found)}: loading these can run any code in the file. If you trust it, {way_out(found)}."
-        ) from error
+        raise ConfigError(runs_code(path, found)) from error
 
 
 # Errors that another try cannot fix. torch raises EINVAL for a truncated file.
@@ -182,11 +179,20 @@ SAVED = (b"PK", b"\x80")  # beginnings of what torch.save writes: a zip file, or
 _NOT_ALLOWED = "Weights only load failed"
 
 
+def runs_code(path: Any, found: Sequence[str]) -> str:
+    """Return the message about the checkpoint ``path``, which holds the classes ``found``."""
+    return (
+        f"ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values, got {path} with "
+        f"{', '.join(found)}: loading these classes can run any code in the file. If you trust the file, "
+        f"{way_out(found)}."
+    )
+
+
 def way_out(found: Iterable[str]) -> str:
     names = ", ".join(name.rpartition(".")[2] for name in found)
     return (
-        "give weights_only=False to Trainer.fit (validate, test, predict) or fabric.load, or weights_only=false to "
-        f"lightning_zero.train, or allow the classes before: torch.serialization.add_safe_globals([{names}])"
+        "pass weights_only=False to Trainer.fit (validate, test, predict) or fabric.load, or weights_only=false to "
+        f"lightning_zero.train, or first allow the classes: torch.serialization.add_safe_globals([{names}])"
     )
 
 
@@ -196,10 +202,7 @@ def _damaged(path: Any, error: Exception) -> str:
     with contextlib.suppress(OSError, TypeError), open(path, "rb") as file:
         if not (begin := file.read(8)).startswith(SAVED) and begin:
             cause = f"torch.save writes no file that begins with {begin!r}"
-    return (
-        f"ckpt_path (path of fabric.load): expected a whole checkpoint, got {path}, which cannot be read: {cause}. "
-        "Give another one."
-    )
+    return refusal(path, f"it cannot be read: {cause}")
 
 
 def _refused(path: Any, error: Exception) -> list[str]:

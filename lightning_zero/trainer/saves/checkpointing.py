@@ -17,8 +17,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.hugging_face.names import RECORD as HUGGING_FACE
-from lightning_zero.checkpoint.hugging_face.names import record_of
+from lightning_zero.checkpoint.hugging_face.files import RECORD as HUGGING_FACE
+from lightning_zero.checkpoint.hugging_face.files import record_of
 from lightning_zero.checkpoint.sharded.save import Behind
 from lightning_zero.comm.agreements import ApartError, gather_rows
 from lightning_zero.device import accelerator_of
@@ -42,9 +42,11 @@ from lightning_zero.lightning_api import (
     rank_zero_info,
 )
 from lightning_zero.planning.choose import human_bytes
+from lightning_zero.ranks.messages import dumps
 from lightning_zero.ranks.verdict import PeerError, StallError
 from lightning_zero.settings import CheckpointFormat
 from lightning_zero.tiers.limits import available_host_memory
+from lightning_zero.trainer import uneven
 from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
 from lightning_zero.trainer.processes import Ended
@@ -66,7 +68,6 @@ from lightning_zero.trainer.saves.checkpoint_io import (
     wait_for_writes,
     writes_files,
 )
-from lightning_zero.trainer.saves.loader_states import LoaderStates
 from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.saves.random_numbers import Saved, saved_ranks
 from lightning_zero.trainer.saves.range_saves import RangeSave
@@ -118,9 +119,9 @@ class Checkpoints:
             return self.range_save.module_state()
         if self._strategy.is_global_zero and lacks_memory(nbytes := _gathered_nbytes(engine)):
             warnings.warn(
-                f"this save needs {human_bytes(nbytes)} of rank 0's host memory for whole tensors, and "
-                f"{human_bytes(available_host_memory())} are free: the system may end the process. With "
-                "zero/checkpoint=sharded a save needs none, also to an object store.",
+                f"this save needs {human_bytes(nbytes)} of host memory on rank 0 for whole tensors, and "
+                f"{human_bytes(available_host_memory())} are free: the system may kill the process. Choose "
+                "zero/checkpoint=sharded, which needs no whole tensors, also in an object store.",
                 stacklevel=2,
             )
         return engine.state_dict(trainable_only=without_frozen)
@@ -137,39 +138,32 @@ class Checkpoints:
         return state_dicts.optimizer_state(self._strategy.engine, optimizer)
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint``, random number states and the model's Hugging Face record. All ranks raise if this
-        fails. Collective."""
-        checkpoint = dict(checkpoint)  # users' hooks may have kept the one that they were given
-        if "optimizer_states" in checkpoint and self._strategy._random_numbers is not None:
-            row, waits = self._strategy._random_numbers.row(), self._strategy._waits
-            what = "states of random numbers"
+        """Write ``checkpoint``, with the states of random number generators and the model's Hugging Face record. All
+        ranks raise if this fails. Collective."""
+        strategy, module = self._strategy, self._strategy.lightning_module
+        checkpoint = dict(checkpoint)  # users' hooks may have kept the mapping that they were given
+        if "optimizer_states" in checkpoint and (numbers := strategy._random_numbers) is not None:
+            row, waits, what = numbers.row(), strategy._waits, "states of random numbers"
             rows = row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, what)
             if rows is not None:
-                checkpoint[RNG_KEY] = self._strategy._random_numbers.record_of(rows)
-        self.loaders.save(self._strategy, checkpoint)
-        if self._strategy.lightning_module is not None and (
-            model := record_of(self._strategy.lightning_module, self._strategy.config.init_from)
-        ):
+                checkpoint[RNG_KEY] = numbers.record_of(rows)
+        self.loaders.save(strategy, checkpoint)
+        if module is not None and (model := record_of(module, strategy.config.init_from)):
             checkpoint[HUGGING_FACE] = model
-        if self._strategy.config.checkpoint.exclude_frozen:
+        if strategy.config.checkpoint.exclude_frozen:
             checkpoint[averaging.EXCLUDES_FROZEN] = True
-        if (module := self._strategy.lightning_module) is not None and (engine := engine_of(module)) is not None:
-            with self.noting_failure():
-                self._strategy._put_values([engine], checkpoint, self.range_save)
-        if self._saves_folders:
-            if (
-                self._strategy._waits is not None or self._strategy.is_global_zero
-            ):  # before any run only rank 0 writes, as under Lightning
-                with self.noting_failure():
-                    self._strategy._write_folder(checkpoint, filepath, storage_options, behind=self._behind)
-            return
-        if writes_files(self._strategy.checkpoint_io):
-            self._strategy.checkpoint_io.long_work = self._strategy._long_work
         with self.noting_failure():
+            if module is not None and (engine := engine_of(module)) is not None:
+                strategy._put_values([engine], checkpoint, self.range_save)
+            if self._saves_folders:
+                if strategy._waits is not None or strategy.is_global_zero:  # before any run only rank 0 writes
+                    strategy._write_folder(checkpoint, filepath, storage_options, behind=self._behind)
+                return
+            if writes_files(strategy.checkpoint_io):
+                strategy.checkpoint_io.long_work = strategy._long_work
             if self.range_save is None or not self.range_save.write(checkpoint):
-                self._strategy._together(
-                    "writing a checkpoint", lambda: self._strategy._write_file(checkpoint, filepath, storage_options)
-                )
+                write = partial(strategy._write_file, checkpoint, filepath, storage_options)
+                strategy._together("writing a checkpoint", write)
 
     @contextlib.contextmanager
     def noting_failure(self) -> Generator[None, None, None]:
@@ -185,10 +179,10 @@ class Checkpoints:
     @property
     def _behind(self) -> Behind | None:
         """Return the thread and buffers for a save in the background; None if training must wait for the next save."""
-        module = self._strategy.lightning_module
-        if not self._strategy.config.checkpoint.background or module is None or module._trainer is None:
+        trainer = self._strategy._trainer_of_run
+        if not self._strategy.config.checkpoint.background or trainer is None:
             return None
-        state = module._trainer.state
+        state = trainer.state
         if state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING:
             return None
         begin = partial(self.background.begin, self._strategy._waits, may_fail=self.next_may_fail)
@@ -203,22 +197,18 @@ class Checkpoints:
 
     def wait_for_writes(self) -> None:
         """Wait for the save under way. If it failed, raise its error, or only warn if it ``may_fail``. Collective."""
+        strategy, what = self._strategy, "the save before this one"
         if self.background.is_under_way:
             try:
                 with self.noting_failure():
-                    self._strategy._together(
-                        "the save before this one", partial(self.background.wait, self._strategy._long_work)
-                    )
+                    strategy._together(what, partial(self.background.wait, strategy._long_work))
             except Exception as error:
                 if not failed_on_all_ranks(error) or not self.background.may_fail:
                     raise
                 rank_zero_warn(f"{error} Training continues, and the save is tried again later (save_minutes).")
-        io = self._strategy.checkpoint_io
-        if async_writer(io) is not None:
+        if async_writer(io := strategy.checkpoint_io) is not None:
             with self.noting_failure():
-                self._strategy._together(
-                    "the save before this one", lambda: wait_for_writes(io, self._strategy._long_work)
-                )
+                strategy._together(what, partial(wait_for_writes, io, strategy._long_work))
 
     def remove(self, filepath: Any) -> None:
         if self._strategy.is_global_zero:
@@ -266,9 +256,9 @@ class Checkpoints:
             self.saved_rng = Saved.of_rank(record, first, ranks, strategy.root_device)
             if (saved := saved_ranks(record)) != ranks:
                 rank_zero_info(
-                    f"{checkpoint_path} has the random number generators of {saved} ranks: each of these {ranks} "
-                    "continues with a seed that is derived from them. Schedules and max_steps are not scaled to the "
-                    "new number of samples in a step."
+                    f"{checkpoint_path} has the states of random number generators of {saved} ranks: each of the "
+                    f"{ranks} ranks of this run continues with a seed that is derived from these states. Schedules and "
+                    "max_steps are not scaled to the new number of samples in a step."
                 )
         return checkpoint
 
@@ -303,8 +293,7 @@ class Checkpoints:
 
     @property
     def _is_fitting(self) -> bool:
-        module = self._strategy.lightning_module
-        trainer = module._trainer if module is not None else None  # ``module.trainer`` raises where there is none
+        trainer = self._strategy._trainer_of_run
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
@@ -351,9 +340,10 @@ class Checkpoints:
         states, optimizers = checkpoint["optimizer_states"], self._strategy.optimizers
         if len(states) != len(optimizers):  # DDP does the same, but silently
             rank_zero_warn(
-                f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers() gives "
-                f"{len(optimizers)}: the first {min(len(states), len(optimizers))} are loaded, and the "
-                "others start without a state. To resume exactly, return the optimizers that it was saved with."
+                f"the checkpoint holds the states of {len(states)} optimizers, and configure_optimizers() returns "
+                f"{len(optimizers)} optimizers: the first {min(len(states), len(optimizers))} states are loaded, and "
+                "the other optimizers start without a state. To resume exactly, return as many optimizers as were "
+                "saved."
             )
         frozen = [bucket for bucket in self._strategy.engine.buckets if not bucket.plan.trainable]
         pairs = self._check_optimizers(states)
@@ -404,3 +394,72 @@ def _gathered_nbytes(engine: Engine) -> int:
         for stepper in engine.optimizers
         for bucket in stepper.buckets()
     )
+
+
+# -- loaders ----------------------------------------------------------------------------------------------------------
+
+_LIGHTNINGS, _RANKS = "combined_loader", "lightning_zero_loaders"  # keys in the state of a fit loop
+
+
+class LoaderStates:
+    """Saves where each rank's stateful loaders are in an epoch. (Lightning saves the states of rank 0's loaders, and
+    loads them on all ranks.) States are a list, which is empty when an epoch begins, and on a rank that has no more
+    batches in the epoch.
+
+    Attributes:
+        loaded: the states from which the run resumes; empty once the first epoch has begun.
+        out: whether other ranks resume in an epoch of which this rank has had all batches.
+    """
+
+    def __init__(self) -> None:
+        self.loaded: Sequence[Any] = []
+        self.out = False
+        self._last: Sequence[Any] | None = None  # when a fit ended
+
+    def take(self) -> tuple[Sequence[Any], bool]:
+        taken = self.loaded, self.out
+        self.loaded, self.out = [], False
+        return taken
+
+    def fit_ends(self, trainer: Any) -> None:
+        """Note states before Lightning resets loaders."""
+        if trainer is not None and trainer.fit_loop._data_fetcher is not None:
+            self._last = uneven.states_to_save(trainer.fit_loop)
+
+    def save(self, strategy: Any, checkpoint: dict[str, Any]) -> None:
+        """Put the states of all ranks into a checkpoint if they differ. Collective."""
+        trainer = strategy.lightning_module._trainer
+        if "loops" not in checkpoint or trainer is None:
+            return
+        loop, state = trainer.fit_loop, _fit_loop(checkpoint)
+        own = self._last if loop._data_fetcher is None else uneven.states_to_save(loop)
+        if own is not None:
+            state[_LIGHTNINGS] = own
+        if _LIGHTNINGS not in state:
+            return
+        try:
+            found = strategy._gather_objects(list(state[_LIGHTNINGS]), "states of loaders")
+        except TypeError as error:
+            rank_zero_warn(f"only the state_dict() of rank 0's training loaders is saved: {error}")
+            return
+        if len({dumps(states) for states in found}) > 1:
+            state[_RANKS] = found
+
+    def load(self, strategy: Any, checkpoint: dict[str, Any], path: Any) -> None:
+        """Replace rank 0's states in ``checkpoint`` by this rank's states."""
+        state = _fit_loop(checkpoint)
+        found = state.pop(_RANKS, None)
+        if found is not None and len(found) != strategy.world_size:
+            rank_zero_warn(
+                f"{path} has different states of loaders for {len(found)} ranks: all {strategy.world_size} ranks use "
+                "the states of rank 0, so samples of this epoch may be repeated or left out."
+            )
+        elif found is not None:
+            state[_LIGHTNINGS] = found[strategy.global_rank]
+            self.out = not state[_LIGHTNINGS]  # while others have some
+        self.loaded = state.get(_LIGHTNINGS, [])
+
+
+def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state

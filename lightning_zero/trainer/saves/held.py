@@ -1,10 +1,11 @@
-"""Save modules and parameters that lie in a checkpoint (hyperparameters, states of callbacks) with their values.
+"""Save modules and parameters that are inside of other entries of a checkpoint (hyperparameters, states of callbacks)
+with their values.
 
 ::
 
-    rank 0      finds entries that lead to sharded modules or parameters, and pickles these entries without values
-    all ranks   learn which values are needed, and make tensors for them
-    rank 0      unpickles the entries, with these tensors in the parameters' places
+    rank 0      finds entries that hold sharded modules or parameters, and pickles these entries without values
+    all ranks   learn which values are needed, and make tensors for these values
+    rank 0      unpickles the entries, with these tensors instead of the parameters
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Make = Callable[[Engine, Sequence[Value]], Mapping[Value, object]]
 
 
 class SavedParameter:
-    """Is pickled as a plain ``nn.Parameter`` like ``param`` with the values of ``tensor``, which may be a fake one. For
-    :class:`TensorParts` with zeros, in place of which the reader of the folder puts values."""
+    """Is pickled as a plain ``nn.Parameter`` like ``param`` with the values of ``tensor``, which may be fake. For
+    :class:`TensorParts` the values are zeros, which the reader of the folder replaces."""
 
     def __init__(self, param: nn.Parameter, tensor: Tensor) -> None:
         values: object = tensor
@@ -58,10 +59,10 @@ class _Calls:
 
 
 def put_values(engine: Engine, content: dict[str, Any], make: Make) -> None:
-    """On rank 0 put what ``make`` returns in place of parameters that ``content`` holds, and copies of the modules
-    around them. Collective.
+    """On rank 0 replace parameters that ``content`` holds by the objects that ``make`` returns, and modules that hold
+    these parameters by copies. Collective.
 
-    ``make(engine, values)``: returns what to pickle for each of ``values``. Called on all ranks, if there are any.
+    ``make(engine, values)``: returns an object to pickle for each of ``values``. Called on all ranks if there are any.
     """
     take = lambda: _Taken.of(engine, content) if engine.comm.rank == 0 else None  # noqa: E731
     taken = engine.comm.together("modules in a checkpoint", take)
@@ -98,8 +99,8 @@ def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Va
 
 
 def values_in_folder(content: dict[str, Any], engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
-    """Return parameters of zeros for ``wanted``. Put these, and their :class:`TensorParts`, which are the state dict's
-    where these are equal, into ``content[HELD]``, by name, for the reader."""
+    """Return parameters of zeros for ``wanted``. Put these parameters, and the :class:`TensorParts` with their values
+    (those of the state dict if they are equal), into ``content[HELD]``, by name, for the reader."""
     parts = parts_by_value(engine)
     found: dict[Value, object] = {}
     for value in wanted:
@@ -141,7 +142,7 @@ class _Looking(pickle.Pickler):
     @classmethod
     def finds(cls, engine: Engine, value: object) -> bool:
         looking = cls(engine)
-        with contextlib.suppress(Exception):  # what cannot be pickled is an error of the save
+        with contextlib.suppress(Exception):  # the save itself raises for an object that cannot be pickled
             looking.dump(value)
         return looking.found
 

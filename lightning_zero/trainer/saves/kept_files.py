@@ -1,18 +1,34 @@
-"""Manage the files of ModelCheckpoint: ``last.ckpt``, and files that a killed run has left."""
+"""Manage the files of ModelCheckpoint: ``last.ckpt``, and files that a killed run has left. Resume a restarted job from
+the last checkpoint that it wrote: the main job, and a job of a script of the user's own.
+
+``submit -- python train.py`` names the job's folder in ``LIGHTNING_ZERO_RUN_DIR``. Each ``Trainer.fit`` of the script
+saves there on a signal and every half hour, and resumes from there, whatever ``ckpt_path`` and ``default_root_dir``
+are, so that it never resumes from a checkpoint that another job has left in a folder of the user's.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from lightning_zero.checkpoint.durable import link, naming, remove_leftovers, written_aside
-from lightning_zero.lightning_api import Callback, ModelCheckpoint, pl
-from lightning_zero.ranks.resume import FILES, files_of_job, job_name, note_file, note_job
+from lightning_zero.lightning_api import Callback, ModelCheckpoint, TrainerFn, pl
+from lightning_zero.ranks.resume import (
+    FILES,
+    RUN_DIR_VARIABLE,
+    checkpoint_of_job,
+    files_of_job,
+    job_name,
+    note_file,
+    note_job,
+)
 from lightning_zero.trainer.adapted import is_ours
 
 # Checkpoints to remove once last.ckpt links to a newer one.
@@ -104,7 +120,7 @@ class NoteJob(Callback):
             removed = [name for folder in paths if folder.is_dir() for name in remove_leftovers(folder)]
             removed += self._remove_unknown(trainer)
             if removed:
-                print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
+                print(f"removed files that an earlier start of {job_name()} left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
         """Return each callback's ``last.ckpt`` of this job, by callback key. Else Lightning writes ``last-v1.ckpt``."""
@@ -147,7 +163,7 @@ class NoteJob(Callback):
 
 
 def _noted_in(trainer: pl.Trainer) -> str | None:
-    """Return the run folder in which NoteJob notes this job's files; None without that callback or outside of a job."""
+    """Return the run folder in which NoteJob notes this job's files; None if there is no such callback or no job."""
     folders = [c._run_dir for c in trainer.callbacks if isinstance(c, NoteJob)]  # type: ignore[attr-defined]
     return folders[0] if folders and job_name() is not None else None
 
@@ -165,3 +181,48 @@ def _note(callback: ModelCheckpoint, trainer: pl.Trainer, path: str) -> None:
 
     strategy: Any = trainer.strategy
     strategy._together("noting the name of a checkpoint", act)
+
+
+SAVE_EVERY_S = 30 * 60.0
+_fits = itertools.count(1)  # of this process. A restarted script calls them in the same order.
+
+
+def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()) -> str | None:
+    """Return the newest checkpoint that an earlier start of this job wrote, equal on all ranks; None if there is none.
+    If there is one, print its path, and tell the strategy. ``folders``: where to look besides ``run_dir``."""
+    found = checkpoint_of_job(run_dir, folders)
+    if found is None:
+        return None
+    if trainer.is_global_zero:
+        shown = os.path.relpath(found) if isinstance(found, Path) else found  # else in a remote folder
+        print(f"{job_name()} has started again: it resumes from {shown}", flush=True)
+    trainer.strategy.run_plan.resumes_job = True  # type: ignore[attr-defined]
+    return str(found)
+
+
+@contextlib.contextmanager
+def in_own_job(trainer: pl.Trainer) -> Iterator[None]:
+    """In the body, a fit, let a job of the user's own script save in the job's folder, and resume from there."""
+    run_dir = os.environ.get(RUN_DIR_VARIABLE)
+    if not run_dir or job_name() is None or trainer.state.fn != TrainerFn.FITTING:
+        yield
+        return
+    number, strategy = next(_fits), cast(Any, trainer.strategy)
+    folder = Path(run_dir) if number == 1 else Path(run_dir, f"fit-{number}")
+    folder.mkdir(parents=True, exist_ok=True)
+    strategy.run_plan.folder = str(folder)
+    if strategy.save_every_s is None and trainer.checkpoint_callbacks:
+        strategy.save_every_s = SAVE_EVERY_S
+    found, connector = newest_of_job(trainer, str(folder)), cast(Any, trainer._checkpoint_connector)
+    select = connector._select_ckpt_path
+
+    def selected(fn: TrainerFn, given: Any, **more: Any) -> Any:
+        if found is not None or (given is None and not connector._user_managed):
+            return found  # else Lightning would look in the Trainer's folder
+        return select(fn, given, **more)
+
+    connector._select_ckpt_path = selected
+    try:
+        yield
+    finally:
+        del connector._select_ckpt_path

@@ -6,10 +6,10 @@ the resumed run fetches it again::
     epoch |  iterator is made  | fetch | step | fetch | step | ...         | validation, hooks | next epoch
           ^ "epoch"            ^ "now" of a save during this step            ^ "now" of a save here
 
-Making an iterator draws too: the seed of workers and the order of a shuffling sampler. In a resumed run Lightning makes
-the first iterator early, in ``setup_data``, before start hooks that may also draw. So the generators are set three
-times: before that iterator, after the last start hook, and at the first fetch. If Lightning makes another iterator
-before the first fetch, the third time is left out.
+Making an iterator draws random numbers too: the seed of workers and the order of a shuffling sampler. In a resumed run
+Lightning makes the first iterator early, in ``setup_data``, before start hooks, which may also draw. So the generators
+are set three times: before that iterator, after the last start hook, and at the first fetch. If Lightning makes another
+iterator before the first fetch, they are not set at the first fetch.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ space for two files. If a rank does not see rank 0's folder, rank 0 writes every
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -131,11 +132,43 @@ class RangeSave:
 
         Without ``keep``, unlink the file after the write, and return its tensors, mapped into memory, on rank 0.
         """
-        begun: list[tuple[Part, Skeleton, list[Piece]]] = []
+        begun: list[tuple[Part, Skeleton, list[Piece]]] = []  # on rank 0
+
+        def begin() -> _Place | None:
+            if self.engine.comm.rank != 0:
+                return None
+            refuse_other_folder(self._path)
+            part = stack.enter_context(aside(self._path, keep=keep))
+            skeleton = Skeleton(content, part.fd)
+            begun.append((part, skeleton, skeleton.fill()))
+            holes: dict[Value, list[tuple[Record, torch.dtype]]] = {}
+            for value, tensor in fakes.made:
+                hole = skeleton.holes.get(tensor.untyped_storage()._cdata)
+                if hole is not None:  # the user's state_dict may omit the tensor
+                    holes.setdefault(value, []).append((hole, tensor.dtype))
+            return _Place(str(part.path), _identity(part.fd), holes)
+
+        def end(place: _Place, done: Sequence[Piece]) -> dict[int, Tensor]:
+            values: dict[int, Tensor] = {}
+            for part, skeleton, filled in begun:
+                # Gaps are allowed where an optimizer has state for only some elements of a parameter; the rest is zero.
+                states = {
+                    hole.name
+                    for v, holes in place.holes.items()
+                    if v.name != MASTER and v.optimizer != COPY
+                    for hole, _ in holes
+                }
+                skeleton.finish([*filled, *done], may_have_gaps=states.__contains__)
+                if not keep:
+                    values = torch.load(part.path, mmap=True, weights_only=True)
+            stack.close()  # gives the file its name, or unlinks it
+            if keep and self.engine.comm.rank == 0:
+                self._io.look_at(content, str(self._path))
+            return values
+
         with self._noting(), contextlib.ExitStack() as stack:
-            begin = partial(self._begin, stack, content, fakes, keep, begun)
-            place = self._together("beginning a checkpoint", begin)
-            place = broadcast_object(dist.group.WORLD, place, 0, self.engine.comm.waits)
+            made = self._together("beginning a checkpoint", begin)
+            place = broadcast_object(dist.group.WORLD, made, 0, self.engine.comm.waits)
             assert place is not None
             fd = _open(place)
             if fd is not None:
@@ -146,28 +179,7 @@ class RangeSave:
             else:
                 done = self._write_all(fd, place, fakes.copies)
             found = self._gather(done, "checksums of a checkpoint")
-            return self._together("ending a checkpoint", partial(self._end, stack, begun, place, content, found, keep))
-
-    def _begin(
-        self,
-        stack: contextlib.ExitStack,
-        content: Any,
-        fakes: FakeTensors,
-        keep: bool,
-        begun: list[tuple[Part, Skeleton, list[Piece]]],
-    ) -> _Place | None:
-        if self.engine.comm.rank != 0:
-            return None
-        refuse_other_folder(self._path)
-        part = stack.enter_context(aside(self._path, keep=keep))
-        skeleton = Skeleton(content, part.fd)
-        begun.append((part, skeleton, skeleton.fill()))
-        holes: dict[Value, list[tuple[Record, torch.dtype]]] = {}
-        for value, tensor in fakes.made:
-            hole = skeleton.holes.get(tensor.untyped_storage()._cdata)
-            if hole is not None:  # the user's state_dict may omit the tensor
-                holes.setdefault(value, []).append((hole, tensor.dtype))
-        return _Place(str(part.path), _identity(part.fd), holes)
+            return self._together("ending a checkpoint", lambda: end(place, [*itertools.chain(*found)]))
 
     @outside_autograd
     def _write_own(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
@@ -207,33 +219,6 @@ class RangeSave:
                         errors.append(error)
         self._together("writing a checkpoint", raise_it)
         return done
-
-    def _end(
-        self,
-        stack: contextlib.ExitStack,
-        begun: list[tuple[Part, Skeleton, list[Piece]]],
-        place: _Place,
-        content: Any,
-        found: Sequence[list[Piece]],
-        keep: bool,
-    ) -> dict[int, Tensor]:
-        values: dict[int, Tensor] = {}
-        done = [piece for pieces in found for piece in pieces]
-        for part, skeleton, filled in begun:
-            # Gaps are allowed where an optimizer has state for only some elements of a parameter; the rest is zero.
-            states = {
-                hole.name
-                for v, holes in place.holes.items()
-                if v.name != MASTER and v.optimizer != COPY
-                for hole, _ in holes
-            }
-            skeleton.finish([*filled, *done], may_have_gaps=states.__contains__)
-            if not keep:
-                values = torch.load(part.path, mmap=True, weights_only=True)
-        stack.close()  # gives the file its name, or unlinks it
-        if keep and self.engine.comm.rank == 0:
-            self._io.look_at(content, str(self._path))
-        return values
 
     # -- agreements -------------------------------------------------------------------------------------------------
 

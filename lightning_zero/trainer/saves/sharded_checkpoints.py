@@ -30,7 +30,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.settings import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.tiers.remote import place
-from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, runs_code
 from lightning_zero.trainer.saves.held import HELD
 
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
@@ -42,8 +42,8 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
     """Raise ConfigError if checkpoints are folders, but the user gave a CheckpointIO, which would never be called."""
     if io is not None and type(io) is not ZeroCheckpointIO and settings.name is CheckpointFormat.sharded:
         raise ConfigError(
-            f"zero/checkpoint=sharded: expected no CheckpointIO, got {type(io).__name__}: all ranks write the folder, "
-            "and plugins write what one rank hands over. Drop the plugin, or choose zero/checkpoint=full."
+            "zero/checkpoint=sharded: expected no CheckpointIO, because all ranks write the folder, and a CheckpointIO "
+            f"writes only on rank 0, got {type(io).__name__}. Drop the plugin, or choose zero/checkpoint=full."
         )
 
 
@@ -80,12 +80,12 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
 def _checked(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an optimizer's state dict. Raise ConfigError if keys inside are no text, as a folder would change them."""
     inside = [*optimizer.get("state", {}).values(), *optimizer.get("param_groups", ())]
-    for value in inside:  # grows by what is in each value
+    for value in inside:  # the loop adds the values inside of each value
         if isinstance(value, Mapping):
             if numbers := [key for key in value if not isinstance(key, str)]:
                 raise ConfigError(
-                    "zero/checkpoint=sharded: expected text as keys in optimizer state, because DCP's files turn all "
-                    f"keys into text, got {numbers[0]!r}. Choose zero/checkpoint=full."
+                    "zero/checkpoint=sharded: expected strings as keys in optimizer state, because files of DCP turn "
+                    f"all keys into strings, got {numbers[0]!r}. Choose zero/checkpoint=full."
                 )
             inside += value.values()
         elif isinstance(value, list | tuple):
@@ -191,10 +191,7 @@ def _value(folder: ShardedFolder, key: str, weights_only: bool | None) -> Any:
         return folder.value(key, weights_only=weights_only is not False)
     except pickle.UnpicklingError as error:
         found = re.findall(r"GLOBAL ([\w.]+)", str(error)) or [key]
-        raise ConfigError(
-            f"ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values, got {folder.path} "
-            f"with {', '.join(found)}: loading these can run any code in it. If you trust it, {way_out(found)}."
-        ) from error
+        raise ConfigError(runs_code(folder.path, found)) from error
     except OSError:
         raise
     except Exception as error:

@@ -1,21 +1,25 @@
-"""Run Lightning's ModelPruning on a sharded module, whose parameters are gathered meanwhile.
+"""Run Lightning's ModelPruning and BaseFinetuning callbacks on a sharded module.
 
-The callback turns ``weight`` into the parameter ``weight_orig``, the buffer ``weight_mask`` and a hook. The parameter
-object stays, so the engine and the optimizers keep it. Masks, and the weights that the hook computes, are not sharded.
+ModelPruning runs while all parameters are gathered. It turns ``weight`` into the parameter ``weight_orig``, the buffer
+``weight_mask`` and a hook. The parameter object stays the same, so the engine and the optimizers keep it. Masks, and
+the weights that the hook computes, are not sharded. BaseFinetuning compares parameters; sharded ones have no values, so
+they are compared by identity.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.whole.whole_params import show_gathered
-from lightning_zero.lightning_api import ModelPruning, pl
+from lightning_zero.lightning_api import BaseFinetuning, ModelPruning, pl
 from lightning_zero.settings import ConfigError
 
 
@@ -35,7 +39,8 @@ class PrunesShards(ModelPruning):
         strategy: Any = trainer.strategy
         if splits := strategy.config.splits:
             raise ConfigError(
-                f"ModelPruning: expected parameters that a rank has whole, got {splits}. Drop the callback or this key."
+                f"ModelPruning: expected parameters that each rank holds whole, got {splits}. Drop the callback, or "
+                "this setting."
             )
         with _with_values(engine_of(pl_module)):
             super().setup(trainer, pl_module, stage)
@@ -63,3 +68,26 @@ class PrunesShards(ModelPruning):
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
         finally:
             pl_module.__dict__.pop("state_dict", None)
+
+
+class _EqualIfSame(TorchFunctionMode):
+    """Lets ``torch.equal`` compare a sharded parameter by identity."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.equal and any(engine.units.owns(args[0]) for engine in engines()):
+            return args[0] is args[1]
+        return func(*args, **(kwargs or {}))
+
+
+class FinetunesShards(BaseFinetuning):
+    @staticmethod
+    def filter_on_optimizer(*args: Any, **kwargs: Any) -> list[Any]:
+        with _EqualIfSame():
+            return BaseFinetuning.filter_on_optimizer(*args, **kwargs)
+
+    @staticmethod
+    def unfreeze_and_add_param_group(*args: Any, **kwargs: Any) -> None:
+        with _EqualIfSame():
+            BaseFinetuning.unfreeze_and_add_param_group(*args, **kwargs)
