@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import socket
 import sys
@@ -291,16 +292,22 @@ class Ended:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group on all ranks at exit; otherwise gloo aborts at random. After an error, do nothing."""
-    if Ended.failed or hasattr(sys, "last_value") or not dist.is_initialized():
+    """Destroy the process group on all ranks at exit; otherwise gloo aborts at random. After an error this process
+    ends without: the destructor of a gloo group waits until messages time out that other ranks will never send."""
+    if not dist.is_initialized():
         return
     with contextlib.suppress(Exception):
-        if dist.get_backend() == "nccl":
-            accelerator_of(default_device()).synchronize()
-        else:
-            work = dist.barrier(async_op=True)
-            work.wait(timedelta(seconds=EXIT_BARRIER_S))
-        dist.destroy_process_group()
+        if not Ended.failed and not hasattr(sys, "last_value"):
+            if dist.get_backend() == "nccl":
+                accelerator_of(default_device()).synchronize()
+            else:
+                work = dist.barrier(async_op=True)
+                work.wait(timedelta(seconds=EXIT_BARRIER_S))
+            dist.destroy_process_group()
+            return
+    for group in dist.distributed_c10d._world.pg_map:
+        if dist.get_backend(group) == "gloo":
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # keeps the group from its destructor
 
 
 # -- what a launcher has started, as the environment of this process says ----------------------------------------------

@@ -260,7 +260,7 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
     (["cluster.time=86400"], "cluster.time: expected hours:minutes:seconds"),
     (["cluster.time=00:01:00"], "cluster.time: expected more than cluster.signal_delay (120 s"),
     (["cluster.signal=KILL"], "cluster.signal: expected USR1 or USR2, got KILL"),
-    (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the processes of a node"),
+    (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the number of processes of a node"),
     (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4"], "cluster.tasks_per_node: expected one task for each"),
     (["cluster.container_mounts=[/a:/b]"], "cluster.container_mounts has no effect without cluster.container"),
     (["cluster.sbatch=[mail]"], "cluster.sbatch: expected options"),
