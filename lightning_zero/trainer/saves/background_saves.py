@@ -131,7 +131,7 @@ class BackgroundSaves:
         return parts
 
     def then(self, act: Callable[[], Any]) -> None:
-        """Call ``act`` after the save under way, unless that fails. If no save is under way, call ``act`` now."""
+        """Call ``act`` after the save under way, unless the save fails. If no save is under way, call ``act`` now."""
         if self._last is None or self._threads is None:
             act()
             return

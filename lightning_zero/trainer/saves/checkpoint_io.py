@@ -80,7 +80,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             remove_whole(get_filesystem(path)._strip_protocol(str(path)))
 
     def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Warn after saving ``checkpoint`` if loading the file would be refused because it could run code."""
+        """Warn if loading the file ``path``, to which ``checkpoint`` was just saved, would be refused, because the file
+        could run code."""
         whole = "optimizer_states" in checkpoint
         if whole in self._looked:
             return
@@ -118,7 +119,7 @@ def _nbytes(checkpoint: Any) -> int:
 
 
 def lacks_memory(nbytes: int) -> bool:
-    """Return whether ``nbytes`` more might be too much for this host."""
+    """Return whether allocating ``nbytes`` more bytes might exhaust this host's memory."""
     return nbytes > SPARE * available_host_memory()
 
 
@@ -150,7 +151,7 @@ def _is_wrapper(io: CheckpointIO | None) -> bool:
 
 
 def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Return a file's checkpoint. Code in it runs only if ``weights_only`` is False; in Lightning also for http paths.
+    """Return a file's checkpoint. Code in the file runs only if ``weights_only`` is False, or if Lightning loads a URL.
 
     Raises:
         ConfigError: the file would run code, or is no whole checkpoint. The message names the file.
@@ -206,14 +207,16 @@ def _damaged(path: Any, error: Exception) -> str:
 
 
 def _refused(path: Any, error: Exception) -> list[str]:
-    """Return the names of classes for which torch refused the file; [] if loading failed for another reason."""
+    """Return the names of the classes because of which torch refused to load the file; [] if loading failed for another
+    reason."""
     if not isinstance(error, pickle.UnpicklingError) or _NOT_ALLOWED not in str(error):
         return []
     return _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error))
 
 
 def _classes(path: Any) -> list[str]:
-    """Return the names that loading the file would import or call, without loading it; [] if that cannot be told."""
+    """Return the names that loading the file would import or call, without loading it; [] if the file's format hides
+    them."""
     try:
         with get_filesystem(path).open(str(path), "rb") as file:
             return sorted(get_unsafe_globals_in_checkpoint(file))

@@ -49,7 +49,7 @@ class SavedParameter:
 
 
 class _Calls:
-    """Is pickled as the result of ``make``."""
+    """Unpickles as the result of calling ``make``."""
 
     def __init__(self, make: partial[object]) -> None:
         self._make = make
@@ -122,7 +122,8 @@ def _named(content: Mapping[str, Any], names: Sequence[str]) -> list[Tensor]:
 
 
 class _Looking(pickle.Pickler):
-    """Looks for parameters of ``engine``, and for modules that hold some, in an object. Writes nothing."""
+    """Pickler that writes nothing: it finds out whether an object contains parameters of ``engine``, or modules with
+    such parameters."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ class RandomNumbers:
         self.watches = True
 
     def stop(self) -> None:
-        """Stop following the loops when the run ends. The run can still be saved."""
+        """Stop noting and setting generators when the run ends. Saves after the run still hold states."""
         self.watches = False
         self._made = None
 

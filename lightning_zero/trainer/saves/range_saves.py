@@ -1,4 +1,4 @@
-"""Save one file from all ranks: rank 0 writes it with holes, then each rank writes its own ranges.
+"""Save one file from all ranks: rank 0 writes it with holes for tensors, then each rank writes its parts of tensors.
 
 ::
 
@@ -58,7 +58,8 @@ _HOOK = "on_save_checkpoint"
 
 
 class _Place(NamedTuple):
-    """Tells ranks where to write: the file, its inode and size, and each value's ranges of the file and dtypes."""
+    """Where ranks write: the path of the unfinished file, its inode and size, and for each value its records in the
+    file with their dtypes."""
 
     part: str
     identity: tuple[int, int]
@@ -128,9 +129,11 @@ class RangeSave:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def _write(self, content: Any, fakes: FakeTensors, *, keep: bool) -> dict[int, Tensor]:
-        """Write ``content``, with values in place of ``fakes``. If that fails, raise on all ranks. Collective.
+        """Write ``content``, with values in place of the tensors of ``fakes``. If writing fails, raise on all ranks.
+        Collective.
 
-        Without ``keep``, unlink the file after the write, and return its tensors, mapped into memory, on rank 0.
+        With ``keep`` return {}. Else unlink the file after the write, and return on rank 0 its tensors, mapped into
+        memory.
         """
         begun: list[tuple[Part, Skeleton, list[Piece]]] = []  # on rank 0
 
@@ -200,7 +203,8 @@ class RangeSave:
 
     @outside_autograd
     def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
-        """Write all ranks' ranges on rank 0. If a write fails, receive the rest before raising. Collective."""
+        """Write all ranks' ranges on rank 0, and return the pieces written. If a write fails, receive the remaining
+        ranges before raising. Collective."""
         done: list[Piece] = []
         errors: list[Exception] = []
         total = sum(hole.nbytes for holes in place.holes.values() for hole, _ in holes)
@@ -249,14 +253,14 @@ def _telling(did: Did, write: WriteAt) -> WriteAt:
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    """Return the file's inode and size. They tell it from a file of the same name on another node."""
+    """Return the file's inode and size, by which a rank recognizes that it sees the same file as rank 0."""
     found = os.fstat(fd)
     return found.st_ino, found.st_size
 
 
 def _open(place: _Place) -> int | None:
-    """Open the file that rank 0 has made, and return its descriptor. Return None if this rank finds another file of
-    that name, or none."""
+    """Open the file that rank 0 has made, and return its descriptor; None if this rank sees another file, or none, at
+    this path."""
     try:
         fd = os.open(place.part, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
