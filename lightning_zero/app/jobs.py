@@ -32,8 +32,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raises ConfigError if the user has set
-    others."""
+    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raise ConfigError if others are set."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return

@@ -1,5 +1,5 @@
-"""The Hydra group ``cluster``, which says what a run requests from SLURM (``submit``, sweeps and the job read it), and
-the text of a job's script."""
+"""The Hydra group ``cluster``, what a run requests from SLURM (read by ``submit``, sweeps and jobs), and job
+scripts."""
 
 from __future__ import annotations
 

@@ -169,8 +169,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
 
 
 def check_command(command: Sequence[str], cluster: ClusterConfig) -> None:
-    """Raise ConfigError if this command line has a setting without effect on ``command``, or if srun cannot start it
-    once for each rank."""
+    """Raise ConfigError if a setting has no effect on ``command``, or if srun cannot start it once for each rank."""
     overrides = HydraConfig.get().overrides
     for override in (*overrides.task, *overrides.hydra):
         key = re.split(r"[=@]", override.lstrip("+~"))[0]

@@ -553,8 +553,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
 
 
 class DDPZeroFabricStrategy(ZeroFabricStrategy):
-    """The strategy of ``Fabric(strategy="ddp_zero3")``: an instance of DDPStrategy for packages that check the
-    class."""
+    """The strategy ``ddp_zero3`` of Fabric: an instance of DDPStrategy for packages that check the class."""
 
 
 fabric.strategies.DDPStrategy.register(DDPZeroFabricStrategy)

@@ -163,8 +163,7 @@ OTHER_NAMES |= {"debug": "timeline", "summary": "enable_model_summary", "gpu": "
 
 
 def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
-    """Return the name in ``known`` that ``given`` is a synonym or, unless ``exact``, a misspelling of; None if none
-    is."""
+    """Return the name in ``known`` of which ``given`` is a synonym or, unless ``exact``, a misspelling; else None."""
     by_case = {name.lower(): name for name in sorted(known)}
     found = [name for name in (given.lower(), OTHER_NAMES.get(given.lower())) if name in by_case]
     if not found and not exact:
@@ -190,8 +189,7 @@ def check_installed(key: str, packages: Iterable[str]) -> None:
 
 
 def choose(group: str, name: Any) -> Any:
-    """Return the choice ``name`` of ``zero/<group>`` as an enum member. Raises ConfigError if there is no such
-    choice."""
+    """Return the choice ``name`` of ``zero/<group>`` as an enum member. Raise ConfigError if there is none."""
     enum = ROWS[group]
     if isinstance(name, enum):
         return name
@@ -291,8 +289,8 @@ def positive(key: str, value: float, *, zero_ok: bool = False) -> None:
 
 
 def make_folder(key: str, folder: str | None) -> None:
-    """Create ``folder``, the value of the setting ``key``, unless it is None. Raise ConfigError if no file can be
-    written in the folder."""
+    """Create ``folder``, unless it is None. Raise ConfigError about the setting ``key`` if no file can be written in
+    it."""
     if folder is None:
         return
     try:

@@ -37,8 +37,7 @@ _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """Raised on all ranks between two steps to end the run after a signal, once the checkpoint that the signal asks for
-    is saved."""
+    """Raised on all ranks between two steps to end the run after a signal, and after the save that it asks for."""
 
 
 class Interruptions:
@@ -126,8 +125,8 @@ class Interruptions:
         return 0 if self._on_slurm else TERMINATED
 
     def before_batch(self) -> None:
-        """Answer signals (:meth:`at_boundary`) if the next batch begins a new step, rather than adds to accumulated
-        gradients. Collective."""
+        """Answer signals (:meth:`at_boundary`), unless gradients of earlier batches wait for the next step.
+        Collective."""
         loop = self._loop
         first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         if first_of_window and not loop.restarting:  # leaving inside a window would lose accumulated gradients
@@ -318,8 +317,8 @@ class NotFinite:
             self._coming.append((finding * matters, is_norm, *self._streams.to_host(number.detach())))
 
     def _take(self) -> None:
-        """Check the numbers whose copies have reached the host. Keep the newest norm, and the first number that is not
-        finite."""
+        """Check the numbers whose copies have reached the host. Keep the newest norm and the first non-finite
+        number."""
         while self._coming and ((event := self._coming[0][3]) is None or self._streams.accelerator.is_over(event)):
             finding, is_norm, number, _ = self._coming.pop(0)
             if is_norm:
@@ -336,14 +335,13 @@ class NotFinite:
 
     @property
     def norm(self) -> float | None:
-        """Return the newest norm, noted when gradients were clipped, whose copy has reached the host; None if none
-        has."""
+        """Return the newest gradient norm, noted when clipping, whose copy has reached the host; None if none has."""
         self._take()
         return self._norm
 
     def say(self, finding: int) -> None:
-        """Warn, once per run, of the step and rank encoded in ``finding``, the largest :attr:`found` of all ranks; 0:
-        do nothing."""
+        """Warn, once per run, of the step and rank in ``finding``, the largest :attr:`found` of all ranks; 0: no
+        warning."""
         if not finding or self._said:
             return
         self._said, self._found = True, 0

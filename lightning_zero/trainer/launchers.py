@@ -53,8 +53,7 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def threads_of(processes: int) -> int:
-    """Return how many threads Lightning gives each of ``processes`` processes on this host: an equal share of cores, at
-    least 1."""
+    """Return how many threads Lightning gives each of ``processes`` processes on this host: its share of the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes)
 
@@ -166,8 +165,7 @@ def _names_as_given(trainer: pl.Trainer | None) -> contextlib.AbstractContextMan
 
 
 class NoCheckpointError(ConfigError, FileNotFoundError):
-    """Raised if the checkpoint to load does not exist. Also a FileNotFoundError, which Lightning raises in this
-    case."""
+    """Raised if the checkpoint to load does not exist. Also a FileNotFoundError, which Lightning raises then."""
 
 
 def _check_folders(trainer: pl.Trainer) -> None:
@@ -216,7 +214,7 @@ def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: A
 
 def _with_last(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return ``args`` and ``kwargs`` of ``function``. If a ModelCheckpoint saves to an object store, replace
-    ``ckpt_path="last"`` by the address of the newest last checkpoint: Lightning would find none there, and begin a new
+    ``ckpt_path="last"`` by the newest such checkpoint's address: Lightning would find none there, and begin a new
     run."""
     given = inspect.signature(function).bind(*args, **kwargs)
     if given.arguments.get("ckpt_path") == "last":

@@ -35,8 +35,7 @@ class ZeroFitLoop(FitLoop):
 
 class ZeroTrainingEpochLoop(TrainingEpochLoop):
     def _broadcast_sigterm_tensor(self) -> None:
-        """Under ZeroStrategy do nothing, because ranks have just exchanged signals in ``advance``; else call
-        Lightning's method."""
+        """Do nothing under ZeroStrategy, because ranks have just exchanged signals in ``advance``."""
         if not is_ours(self.trainer):
             super()._broadcast_sigterm_tensor()
 

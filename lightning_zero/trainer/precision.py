@@ -61,10 +61,9 @@ class PrecisionRow:
 
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
-        """Return a plugin of this class with the settings of Lightning's ``plugin``. Raise ConfigError if the plugin's
-        precision is not supported, or differs from ``asked``, the precision set on the strategy (None: not set).
-        ``asked`` replaces ``32-true``, because Lightning does not say whether the user gave ``32-true`` or it is the
-        default."""
+        """Return a plugin of this class with the settings of Lightning's ``plugin``. Raise ConfigError if its precision
+        is not supported, or differs from ``asked``, the precision set on the strategy (None: not set). ``asked``
+        replaces ``32-true``, because Lightning does not say whether the user gave ``32-true`` or it is the default."""
         if asked is not None and type(plugin).__name__ == "Precision":
             return cls(asked.value)
         ours = plugin
@@ -162,7 +161,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward of ``tensor``, the loss, and reduce all gradients before ``on_after_backward`` is called.
+        """Run the backward of the loss ``tensor``, and reduce all gradients before ``on_after_backward``.
         Collective."""
         engine = self.strategy.engine
         if self.scaler is not None:

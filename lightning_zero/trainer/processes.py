@@ -73,8 +73,7 @@ class Processes:
 
         @property
         def _engine_that_waits(self) -> Engine | None:
-            """Return an engine of this run, which watches for stalls in Lightning's collectives; None before a module
-            is sharded."""
+            """Return an engine of this run, which watches Lightning's collectives for stalls; None before sharding."""
 
     def __init__(
         self,
@@ -135,8 +134,7 @@ class Processes:
 
     @property
     def _ranks(self) -> Ranks:
-        """Return this rank's position in each group of ranks (data, sequence, tensor, ...) that :attr:`config` asks
-        for."""
+        """Return this rank's position in the groups of ranks (data, sequence, tensor, ...) of :attr:`config`."""
         return Ranks.locate(self.global_rank, flat(self._n_ranks), self.config)
 
     @property
@@ -380,8 +378,7 @@ def flags(by: str, nodes: int, devices: int) -> str:
 
 
 def check_srun(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError, naming the missing option, if srun started several tasks without ``--ntasks-per-node``:
-    Lightning would fail."""
+    """Raise ConfigError if srun started several tasks without ``--ntasks-per-node``, which Lightning requires."""
     tasks = environ.get("SLURM_NTASKS", "1")
     found = launched(environ)
     if found is not None and found.by == "srun" and tasks != "1" and "SLURM_NTASKS_PER_NODE" not in environ:

@@ -74,8 +74,8 @@ class _Name(str):
 
 
 def _make_strategy(module: str, name: str) -> Any:
-    """Return a new strategy of the preset or alias ``name``. ``module``: the module of Lightning whose registry calls
-    this."""
+    """Return a new strategy of the preset or alias ``name``. ``module``: Lightning's module with the calling
+    registry."""
     ASKED.append(module.removesuffix(".strategies"))
     from lightning_zero.lightning_api import check_package
 

@@ -41,8 +41,8 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
-        """Use a ZeroPrecision with the settings of ``plugin``. Raise ConfigError if ``zero.precision.name`` is set to
-        another precision."""
+        """Use ``plugin``'s settings in a ZeroPrecision. Raise ConfigError if ``zero.precision.name`` is another
+        precision."""
         asked = self._asked_precision
         self._precision_plugin = None if plugin is None else ZeroPrecision.from_plugin(plugin, asked).attach(self)
 
@@ -53,8 +53,7 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def _speaks_for_all(self) -> bool:
-        """Return whether this process starts all ranks, on this host, so that an exception raised here ends the whole
-        run."""
+        """Return whether this process starts all ranks, on this host, so that an exception in it ends the whole run."""
         environment = self.cluster_environment
         return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
 

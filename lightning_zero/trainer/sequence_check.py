@@ -93,8 +93,7 @@ class SequenceCheck:
         return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
 
     def _sums_of_parameters(self) -> dict[str, int]:
-        """Return a checksum of this rank's elements of each parameter, by parameter name. Values that users have
-        written to parameters count."""
+        """Return, by parameter name, a checksum of this rank's elements, including values that users have written."""
         engine, found = self._engine, dict[str, int]()
         engine.passes.wait_for_all()
         engine.passes.writes.take_all_over()
@@ -163,8 +162,7 @@ class SequenceCheck:
         return found
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of the trial step, and note ``loss``, which is the loss of the whole sequences also in a
-        step on parts. Collective."""
+        """Run the backward of the trial step from ``loss``, the loss of whole sequences also on parts. Collective."""
         assert self.found is not None
         self.found.losses.append(float(loss.detach()))
         scaler = self._module.trainer.precision_plugin.scaler

@@ -57,8 +57,7 @@ class StepTokens:
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the tensor on which to run the backward: ``loss`` (0-d) times its number of tokens / :data:`UNIT`.
-        Raise ConfigError if the tokens of ``loss`` were not counted, RuntimeError if an earlier backward was not
-        weighed."""
+        Raise ConfigError if its tokens were not counted, RuntimeError if an earlier backward was not weighed."""
         tokens, self.of_next_backward = self.of_next_backward, None
         if tokens is None:
             raise ConfigError(

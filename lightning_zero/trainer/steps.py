@@ -105,7 +105,7 @@ class LongSequences(SequenceSteps):
         return self._check if self._check is not None and self._check.found is not None else None
 
     def check(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, *, together: bool = True) -> None:
-        """Before the step ``name`` runs, compare a trial step on whole sequences with one on parts. See
+        """Before the step ``name``, compare trial steps on whole sequences and on parts:
         :meth:`SequenceCheck.before`."""
         if self._check is not None:
             self._check.before(name, step, (*args, *kwargs.values()), together=together)
@@ -253,8 +253,7 @@ class SharedBatches:
         self._checked: set[str] = set()  # gradients that were not zero on some rank
 
     def note(self, name: str, grad: Tensor) -> None:
-        """Add the sums of ``grad``, a gradient of the unsplit parameter ``name``, to the sums that :meth:`check_grads`
-        compares."""
+        """Add up ``grad``, a gradient of the unsplit parameter ``name``, in sums that :meth:`check_grads` compares."""
         if name not in self._checked:
             self._rounding = max(self._rounding, torch.finfo(grad.dtype).eps)
             flat = grad.detach().float().flatten()

@@ -308,8 +308,8 @@ class ZeroStrategy(Run):
         """Do nothing: the engine moves buckets and buffers itself."""
 
     def _setup_model(self, model: Module) -> Module:
-        """Shard ``model``, or keep its engine from an earlier run if parameters, settings and device are the same.
-        Return ``model``. Collective."""
+        """Shard ``model``, or keep its engine if parameters, settings and device are the same. Return it.
+        Collective."""
         wanted = with_precision(self.config, self.precision_plugin.row)
         engine = engine_of(model)
         if engine is not None:

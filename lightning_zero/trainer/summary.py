@@ -24,7 +24,7 @@ Held = tuple[str, str, int, int | None]  # role, tier, bytes planned and measure
 
 
 def setup_of(engine: Engine) -> dict[str, str | int]:
-    """Return a run's stage, offload, precision, number of ranks and number of parameters, by name, for results.json."""
+    """Return a run's stage, offload, precision and numbers of ranks and parameters, by name, for results.json."""
     rows = {key: getattr(engine.config, key).name.name for key in ("stage", "offload")}
     numbers = {
         "ranks": engine.comm.world_size,
@@ -44,8 +44,7 @@ def _where(unit: Unit) -> str:
 
 
 def large_unit(engine: Engine) -> str | None:
-    """Return a warning if stage 3 gathers more than half of the parameters at once, because one unit holds them; else
-    None."""
+    """Return a warning if stage 3 gathers most of the parameters at once, because one unit holds them; else None."""
     sizes = {unit: sum(b.full.nbytes for b in unit.buckets if b.plan.reshards) for unit in engine.units}
     total, largest = sum(sizes.values()), max(sizes, key=lambda unit: sizes[unit])
     if 2 * sizes[largest] <= total or total == 0:

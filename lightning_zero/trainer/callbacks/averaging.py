@@ -34,8 +34,7 @@ EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint
 
 @contextlib.contextmanager
 def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
-    """Hold the values of all of this rank's masters in memory during the body. ``changed``: whether the body writes to
-    masters."""
+    """Hold all of this rank's masters in memory during the body. ``changed``: whether the body writes to masters."""
     engine.passes.wait_for_all()
     with contextlib.ExitStack() as stack:
         for bucket in engine.buckets:
@@ -127,7 +126,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:
-        """Move the average of bucket ``number`` to the range and tier that a restage is about to give the bucket's
+        """Move bucket ``number``'s average to the range and tier that a restage is about to give the bucket's
         masters."""
         average = self.module.get_parameter(str(number))
         device = average.device
@@ -172,8 +171,8 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Update the averages by element-wise ``avg_fn``, or the first time by copying the masters. Add 1 to
-        ``n_averaged``. Collective."""
+        """Update averages by element-wise ``avg_fn``, at first by copying masters; count in ``n_averaged``.
+        Collective."""
         self._begin_to_change()
         whole_params.take_writes_over(self.engine)
         with masters(self.engine):
@@ -242,8 +241,7 @@ def _stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
 
 
 class NoAverageYet:
-    """Placeholder for a callback's average until the module is sharded. ``loaded``: the state to load into the
-    average."""
+    """Placeholder for a callback's average until the module is sharded. ``loaded``: the state to load then, or None."""
 
     def __init__(self) -> None:
         self.loaded: Any = None
@@ -298,8 +296,7 @@ class AveragesShards(WeightAveraging):
 
     @property
     def _sharded(self) -> ShardedAverage | None:
-        """Return the average; None if it is not a ShardedAverage. Raise RuntimeError if its module has another engine
-        by now."""
+        """Return the average; None if it is no ShardedAverage. Raise RuntimeError if its module has a new engine."""
         average: Any = self._average_model
         if not isinstance(average, ShardedAverage):
             return None

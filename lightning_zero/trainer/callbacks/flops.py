@@ -47,8 +47,7 @@ class FlopCount(TorchDispatchMode):
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Return the FLOPs of one call of the operation ``func``, which returned ``result``; 0 for an operation that has no
-    formula."""
+    """Return the FLOPs of one call of the operation ``func``, which returned ``result``; 0 if torch has no formula."""
     packet = getattr(func, "_overloadpacket", None)
     if packet is _CPU_ATTENTION:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))

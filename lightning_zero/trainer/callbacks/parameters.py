@@ -59,8 +59,7 @@ class PrunesShards(ModelPruning):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Apply masks to the state dict in ``checkpoint``. (Lightning's method alone would call
-        ``pl_module.state_dict``.)"""
+        """Apply masks to the state dict in ``checkpoint``. Lightning's method alone would make another state dict."""
         if engine_of(pl_module) is None:
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
             return

@@ -272,8 +272,7 @@ def check_host_room(strategy: Run, module: nn.Module, config: ZeroConfig) -> Non
 
 
 def _needed(strategy: Run, module: nn.Module, config: ZeroConfig) -> int:
-    """Return the bytes that this rank's shards of parameters will take beyond those of the module's values; 0 if no
-    parameter is on meta."""
+    """Return the bytes that this rank's shards take beyond the module's values; 0 if no parameter is on meta."""
     if not any(param.is_meta for param in module.parameters()):
         return 0
     units = describe_units(module, config, strategy.precision_plugin.row)

@@ -40,8 +40,7 @@ class CheckpointFiles(Processes):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Return the user's CheckpointIO, else a ZeroCheckpointIO. A wrapper around no CheckpointIO gets a
-        ZeroCheckpointIO."""
+        """Return the user's CheckpointIO, or a ZeroCheckpointIO, which a wrapper around no CheckpointIO also gets."""
         self._checkpoint_io = with_default(self._checkpoint_io)
         return self._checkpoint_io
 

@@ -80,8 +80,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             remove_whole(get_filesystem(path)._strip_protocol(str(path)))
 
     def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Warn if loading the file ``path``, to which ``checkpoint`` was just saved, would be refused, because the file
-        could run code."""
+        """Warn if loading the just written file ``path`` of ``checkpoint`` would be refused because it could run
+        code."""
         whole = "optimizer_states" in checkpoint
         if whole in self._looked:
             return
@@ -207,16 +207,14 @@ def _damaged(path: Any, error: Exception) -> str:
 
 
 def _refused(path: Any, error: Exception) -> list[str]:
-    """Return the names of the classes because of which torch refused to load the file; [] if loading failed for another
-    reason."""
+    """Return the names of classes because of which torch refused to load the file; [] if it failed otherwise."""
     if not isinstance(error, pickle.UnpicklingError) or _NOT_ALLOWED not in str(error):
         return []
     return _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error))
 
 
 def _classes(path: Any) -> list[str]:
-    """Return the names that loading the file would import or call, without loading it; [] if the file's format hides
-    them."""
+    """Return the names that loading the file would import or call, without loading it; [] if it does not show them."""
     try:
         with get_filesystem(path).open(str(path), "rb") as file:
             return sorted(get_unsafe_globals_in_checkpoint(file))

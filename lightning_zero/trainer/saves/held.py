@@ -122,8 +122,7 @@ def _named(content: Mapping[str, Any], names: Sequence[str]) -> list[Tensor]:
 
 
 class _Looking(pickle.Pickler):
-    """Pickler that writes nothing: it finds out whether an object contains parameters of ``engine``, or modules with
-    such parameters."""
+    """Pickler that writes nothing and finds whether an object holds parameters of ``engine`` or modules with some."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[arg-type]

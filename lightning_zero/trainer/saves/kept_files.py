@@ -45,8 +45,7 @@ class KeepsFiles(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        """Remove a checkpoint. If ``last.ckpt`` links to it, remove it only after the link leads to a newer
-        checkpoint."""
+        """Remove a checkpoint; one to which ``last.ckpt`` links only after the link leads to a newer checkpoint."""
         last = self.last_model_path
         leads_to_it = os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath)
         if is_ours(trainer) and trainer.is_global_zero and leads_to_it:
@@ -55,8 +54,8 @@ class KeepsFiles(ModelCheckpoint):
             super()._remove_checkpoint(trainer, filepath)
 
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
-        """After background writes, replace the link ``last.ckpt`` atomically. (Lightning would remove the old link at
-        once.)"""
+        """Replace the link ``last.ckpt`` atomically after background writes. Lightning would remove the old link
+        first."""
         if not is_ours(trainer):
             super()._link_checkpoint(trainer, filepath, linkpath)
             return
@@ -191,9 +190,8 @@ _fits = itertools.count(1)  # of this process. A restarted script calls them in 
 
 
 def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()) -> str | None:
-    """Return the newest checkpoint that an earlier start of this job wrote, equal on all ranks; None if there is none.
-    If there is one, print its path, and set ``run_plan.resumes_job``. ``folders``: where to look besides
-    ``run_dir``."""
+    """Return the newest checkpoint that an earlier start of this job wrote in ``run_dir`` or ``folders``, equal on all
+    ranks; None if there is none. If there is one, print its path, and set ``run_plan.resumes_job``."""
     found = checkpoint_of_job(run_dir, folders)
     if found is None:
         return None
@@ -206,8 +204,7 @@ def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()
 
 @contextlib.contextmanager
 def in_own_job(trainer: pl.Trainer) -> Iterator[None]:
-    """If a fit, the body, runs in a job of the user's own script, let it save in the job's folder and resume from
-    there."""
+    """Let the body, a fit in a job of the user's own script, save in the job's folder and resume from there."""
     run_dir = os.environ.get(RUN_DIR_VARIABLE)
     if not run_dir or job_name() is None or trainer.state.fn != TrainerFn.FITTING:
         yield

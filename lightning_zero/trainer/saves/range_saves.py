@@ -58,8 +58,7 @@ _HOOK = "on_save_checkpoint"
 
 
 class _Place(NamedTuple):
-    """Where ranks write: the path of the unfinished file, its inode and size, and for each value its records in the
-    file with their dtypes."""
+    """Where ranks write: the unfinished file's path, inode and size, and each value's records in it with dtypes."""
 
     part: str
     identity: tuple[int, int]
@@ -259,8 +258,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def _open(place: _Place) -> int | None:
-    """Open the file that rank 0 has made, and return its descriptor; None if this rank sees another file, or none, at
-    this path."""
+    """Open the file that rank 0 has made and return its descriptor; None if this rank does not see the same file."""
     try:
         fd = os.open(place.part, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
