@@ -1,7 +1,7 @@
 """Train a small model at every stage and with every offload of this machine: ``python -m lightning_zero.env --check``.
 
 For each stage, offload setting and precision, a model trains a few steps from the same weights, in one process per GPU
-(or two on the CPU). Losses must equal DistributedDataParallel's up to rounding, bytes between steps the plan's.
+(or two on the CPU). Losses must equal DistributedDataParallel's up to rounding, and held bytes the plan's.
 """
 
 from __future__ import annotations

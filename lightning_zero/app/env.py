@@ -170,7 +170,7 @@ def _disk(folder: str) -> Facts:
 
 
 def variables(environ: Mapping[str, str]) -> Facts:
-    """Select from ``environ`` what matters to a run. Leave out variables named like secrets, and passwords in URLs."""
+    """Return the variables in ``environ`` that affect a run, without those named like secrets and passwords in URLs."""
     return {
         name: _IN_URL.sub("", value)
         for name, value in sorted(environ.items())

@@ -1,5 +1,4 @@
-"""The Hydra group ``cluster``, what a run requests from SLURM (read by ``submit``, sweeps and jobs), and job
-scripts."""
+"""The Hydra group ``cluster``: what a run requests from SLURM, for ``submit``, sweeps and jobs. Also job scripts."""
 
 from __future__ import annotations
 

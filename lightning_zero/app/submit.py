@@ -76,7 +76,8 @@ REFUSALS = {
 
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
-    """Raise ConfigError where the main job would for this configuration, although this machine may lack its devices."""
+    """Raise ConfigError if the main job would raise it for this configuration. This machine may lack the job's
+    devices."""
     check_packages(config, "model", "data")
     from lightning.pytorch.plugins.environments import LightningEnvironment
 

@@ -125,8 +125,7 @@ class Interruptions:
         return 0 if self._on_slurm else TERMINATED
 
     def before_batch(self) -> None:
-        """Answer signals (:meth:`at_boundary`), unless gradients of earlier batches wait for the next step.
-        Collective."""
+        """Call :meth:`at_boundary`, unless a step is still accumulating gradients. Collective."""
         loop = self._loop
         first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         if first_of_window and not loop.restarting:  # leaving inside a window would lose accumulated gradients
@@ -317,8 +316,7 @@ class NotFinite:
             self._coming.append((finding * matters, is_norm, *self._streams.to_host(number.detach())))
 
     def _take(self) -> None:
-        """Check the numbers whose copies have reached the host. Keep the newest norm and the first non-finite
-        number."""
+        """Check numbers whose copies have reached the host. Keep the newest norm and the first non-finite number."""
         while self._coming and ((event := self._coming[0][3]) is None or self._streams.accelerator.is_over(event)):
             finding, is_norm, number, _ = self._coming.pop(0)
             if is_norm:
@@ -340,8 +338,7 @@ class NotFinite:
         return self._norm
 
     def say(self, finding: int) -> None:
-        """Warn, once per run, of the step and rank in ``finding``, the largest :attr:`found` of all ranks; 0: no
-        warning."""
+        """Warn, once per run, of the step and rank in ``finding``, the largest :attr:`found` of all ranks (0: none)."""
         if not finding or self._said:
             return
         self._said, self._found = True, 0

@@ -74,8 +74,7 @@ class _Name(str):
 
 
 def _make_strategy(module: str, name: str) -> Any:
-    """Return a new strategy of the preset or alias ``name``. ``module``: Lightning's module with the calling
-    registry."""
+    """Return a new strategy of the preset or alias ``name``, for the registry in Lightning's ``module``."""
     ASKED.append(module.removesuffix(".strategies"))
     from lightning_zero.lightning_api import check_package
 

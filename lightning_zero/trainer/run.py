@@ -41,8 +41,7 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
-        """Use ``plugin``'s settings in a ZeroPrecision. Raise ConfigError if ``zero.precision.name`` is another
-        precision."""
+        """Use ``plugin``'s settings in a ZeroPrecision. Raise ConfigError if ``zero.precision.name`` is different."""
         asked = self._asked_precision
         self._precision_plugin = None if plugin is None else ZeroPrecision.from_plugin(plugin, asked).attach(self)
 

@@ -322,8 +322,7 @@ def fingerprints(engine: Engine) -> Tensor:
 
 @outside_autograd
 def differing_replicas(engine: Engine) -> Tensor:
-    """Return ``[units] bool`` on the device: whether parameters that every rank holds whole differ between ranks.
-    Collective."""
+    """Return ``[units] bool`` on the device: whether parameters that all ranks hold whole differ. Collective."""
     groups = engine.comm.ranks.tensor, engine.comm.ranks.expert
     place = {1: 0} | {group.size: group.index for group in groups}
     sizes = sorted(place)  # numbers of parts

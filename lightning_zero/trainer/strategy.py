@@ -308,7 +308,7 @@ class ZeroStrategy(Run):
         """Do nothing: the engine moves buckets and buffers itself."""
 
     def _setup_model(self, model: Module) -> Module:
-        """Shard ``model``, or keep its engine if parameters, settings and device are the same. Return it.
+        """Shard ``model`` and return it; keep its engine if parameters, settings and device are unchanged.
         Collective."""
         wanted = with_precision(self.config, self.precision_plugin.row)
         engine = engine_of(model)

@@ -126,8 +126,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:
-        """Move bucket ``number``'s average to the range and tier that a restage is about to give the bucket's
-        masters."""
+        """Move the average of bucket ``number`` to the range and tier that a restage will give the bucket's masters."""
         average = self.module.get_parameter(str(number))
         device = average.device
         if self._beside_masters:
@@ -171,8 +170,7 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Update averages by element-wise ``avg_fn``, at first by copying masters; count in ``n_averaged``.
-        Collective."""
+        """Update the averages by element-wise ``avg_fn``, or first by copying masters; count the update. Collective."""
         self._begin_to_change()
         whole_params.take_writes_over(self.engine)
         with masters(self.engine):

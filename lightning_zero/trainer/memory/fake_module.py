@@ -160,8 +160,7 @@ def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """In the body, move parameters to meta when modules register them. Other tensors keep values, which code may
-    read."""
+    """In the body, move parameters to meta when modules register them. Other tensors keep values, for code to read."""
 
     def move_to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:  # a tied parameter stays one object

@@ -80,8 +80,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             remove_whole(get_filesystem(path)._strip_protocol(str(path)))
 
     def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Warn if loading the just written file ``path`` of ``checkpoint`` would be refused because it could run
-        code."""
+        """Warn if loading ``path``, where ``checkpoint`` was saved, would be refused because it could run code."""
         whole = "optimizer_states" in checkpoint
         if whole in self._looked:
             return

@@ -178,8 +178,7 @@ class Checkpoints:
 
     @property
     def _behind(self) -> Behind | None:
-        """Return the function, streams and spare memory for a background save; None if training must wait for the
-        save."""
+        """Return the function, streams and spare memory for a background save; None: training waits for the save."""
         trainer = self._strategy._trainer_of_run
         if not self._strategy.config.checkpoint.background or trainer is None:
             return None
@@ -197,7 +196,7 @@ class Checkpoints:
             after_writes(self._strategy.checkpoint_io, act)
 
     def wait_for_writes(self) -> None:
-        """Wait for the save under way. If it failed, raise its error; with ``may_fail`` of that save, warn.
+        """Wait for the save under way. If it failed, warn if this save ``may_fail``, else raise its error.
         Collective."""
         strategy, what = self._strategy, "the save before this one"
         if self.background.is_under_way:
@@ -429,8 +428,7 @@ class LoaderStates:
             self._last = uneven.states_to_save(trainer.fit_loop)
 
     def save(self, strategy: Any, checkpoint: dict[str, Any]) -> None:
-        """Put the states of this rank's loaders into ``checkpoint``; if ranks differ, those of all ranks.
-        Collective."""
+        """Put the states of this rank's loaders, or of all ranks' if they differ, into ``checkpoint``. Collective."""
         trainer = strategy.lightning_module._trainer
         if "loops" not in checkpoint or trainer is None:
             return
@@ -449,8 +447,8 @@ class LoaderStates:
             state[_RANKS] = found
 
     def load(self, strategy: Any, checkpoint: dict[str, Any], path: Any) -> None:
-        """Replace rank 0's states of loaders in ``checkpoint`` by this rank's; warn if the number of ranks has
-        changed."""
+        """Replace rank 0's states of loaders in ``checkpoint`` by this rank's; warn if there were more or fewer
+        ranks."""
         state = _fit_loop(checkpoint)
         found = state.pop(_RANKS, None)
         if found is not None and len(found) != strategy.world_size:

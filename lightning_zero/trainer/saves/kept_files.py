@@ -54,8 +54,7 @@ class KeepsFiles(ModelCheckpoint):
             super()._remove_checkpoint(trainer, filepath)
 
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
-        """Replace the link ``last.ckpt`` atomically after background writes. Lightning would remove the old link
-        first."""
+        """Replace the link ``last.ckpt`` atomically, after background writes. Lightning would first remove the link."""
         if not is_ours(trainer):
             super()._link_checkpoint(trainer, filepath, linkpath)
             return

@@ -78,8 +78,7 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
 
 
 def _checked(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an optimizer's state dict. Raise ConfigError if it has keys that are not strings, which a folder
-    changes."""
+    """Return an optimizer's state dict. Raise ConfigError if a key inside is no string, as a folder would change it."""
     inside = [*optimizer.get("state", {}).values(), *optimizer.get("param_groups", ())]
     for value in inside:  # the loop adds the values inside of each value
         if isinstance(value, Mapping):
