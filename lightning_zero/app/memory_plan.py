@@ -146,7 +146,7 @@ class MemoryPlan:
     __repr__ = __str__
 
     def picture(self, path: str | os.PathLike[str]) -> list[str]:
-        """Draw the bytes to ``path``, or to ``path.png`` and ``path.svg`` if it has no suffix. Return the files."""
+        """Draw the plan to ``path``, or to ``path.png`` and ``path.svg`` if it has no suffix. Return the files."""
         check_picture(os.fspath(path))
         title = title_of(self.described.model, self.machine, self.described.precision)
         return draw(os.fspath(path), title, self.machine, self.planned, self.config, self.choice)

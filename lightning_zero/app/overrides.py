@@ -55,8 +55,8 @@ def hydra_prints() -> None:
 
 
 def check_keys(node: Any, path: str = "") -> None:
-    """Raise ConfigError if a key at any depth of ``node`` contains a ``/`` or its dataclass lacks the key. ``path``:
-    the place of ``node`` in the configuration, with a final dot."""
+    """Raise ConfigError if a key at any depth of ``node`` contains a ``/`` or is not a field of the node's dataclass.
+    ``path``: the key of ``node`` in the configuration, with a final dot."""
     if not isinstance(node, DictConfig):
         return
     kind = OmegaConf.get_type(node)

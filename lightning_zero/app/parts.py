@@ -256,7 +256,7 @@ def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
 
 def _build_part(group: str, node: dict[str, Any], explicit: set[str], **extra: Any) -> Any:
     """Build ``node``. Arguments that its class does not take are dropped, unless the user gave them (``explicit``):
-    files of this package may set them for the class of another file."""
+    files of this package may set arguments that only other classes take."""
     target = str(node.get("_target_"))
     if is_first() and not target.startswith("lightning_zero."):
         values = ", ".join(f"{key}={value!r}" for key, value in node.items() if key != "_target_")

@@ -255,7 +255,7 @@ def _decimal(value: float) -> str:
 
 
 def auto_line(choice: Choice | str) -> str:
-    """Return a line on what stage and offload ``auto`` takes and its largest micro-batch, or on why none fits."""
+    """Return a line on what stage and offload ``auto`` selects and its largest micro-batch, or on why none fits."""
     if isinstance(choice, str):
         return f"auto selects nothing: {choice}"
     most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) per rank."

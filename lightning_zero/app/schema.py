@@ -1,4 +1,4 @@
-"""The typed schema of our own commands. Imports no torch, so that a mistake is named at once."""
+"""The typed schema of our own commands. Imports no torch, so that mistakes are reported at once."""
 
 from __future__ import annotations
 

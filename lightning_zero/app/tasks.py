@@ -95,7 +95,7 @@ class WritePredictions(BasePredictionWriter):
 
 
 class LastValidation(Callback):
-    """Keeps the metrics of the last validation of a fit, so that it is not repeated if no step followed.
+    """Keeps the metrics of the last validation of a fit, so that validation is not repeated at the end.
 
     ``wanted``: a metric. If the first validation (or sanity check) does not log it, all ranks raise ConfigError.
     """

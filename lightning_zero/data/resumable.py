@@ -75,8 +75,8 @@ class ResumableLoader(DataLoader[Tensor]):
         super().__init__(dataset, batch_size, sampler=sampler, **options)
 
     def _refuse_unequal(self) -> None:
-        """Raise ConfigError if the Trainer has training loaders of other lengths: the position of one that began again
-        in the epoch is not saved."""
+        """Raise ConfigError if the Trainer has training loaders of other lengths: a shorter loader begins again within
+        the epoch, and its position is not saved."""
         beside = tree_leaves(getattr(self._trainer, "train_dataloader", None))
         lengths = sorted({len(other) for other in beside if isinstance(other, ResumableLoader)})
         if len(lengths) > 1:

@@ -1,8 +1,8 @@
 """ZeroFabricStrategy: maps Fabric's calls of a strategy to calls of the engine. It holds no sharding logic.
 
 It saves and loads the mapping of objects that users give to fabric.save, as one file or as a folder in DCP's format.
-The file equals that of Fabric under DDP. All ranks write it if it holds exactly one sharded module, otherwise rank 0
-does.
+The file equals that of Fabric under DDP. All ranks write the file if it holds exactly one sharded module; otherwise
+rank 0 does.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
             super().backward(tensor, model, *args, **kwargs)
 
     def _forget_left_out(self, engines: Sequence[Engine]) -> None:
-        """Before a backward, forget whether gradients overflowed with which no step was made. Collective.
+        """Before a backward, update ``overflowed`` of optimizers that unscaled gradients but made no step. Collective.
 
         Finite gradients say nothing about the gradients of the next backward. If gradients overflowed and are still
         there, the next step must be skipped. If users have cleared gradients that overflowed, the scale is lowered as
@@ -294,8 +294,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
             raise
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make ``optimizer`` step its module's shards, and return it. If it has no parameters of sharded modules, warn:
-        it steps whole parameters. Raise ConfigError on all ranks if it has parameters of several sharded modules.
+        """Make ``optimizer`` step its module's shards, and return it. If it has no parameters of sharded modules, warn
+        that it steps whole parameters. Raise ConfigError on all ranks if it has parameters of several sharded modules.
         Collective."""
         if self.steps_shards(optimizer):
             with names_arguments(self._given_config):
@@ -334,8 +334,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def engines_of_backward(self, module: Module | None) -> Sequence[Engine]:
-        """Return the engines to prepare for a backward: that of ``module`` if the user gave it, else the only engine.
-        If there are several, return those in a pass that a forward has begun."""
+        """Return the engines to prepare for a backward: the engine of ``module`` if given, else the only engine or, of
+        several, those that have begun a forward."""
         if isinstance(module, ZeroModule):
             return [module.engine]
         found = self._engines

@@ -172,8 +172,8 @@ def _numbers(what: str, row: str, values: Sequence[float | None], text: Callable
 
 
 def _metrics(*runs: Run) -> Iterator[Sequence[str]]:
-    """Yield a row of text for each metric: its name, last value in each run, largest difference and that step. If one
-    run alone has NaN, this difference is the largest."""
+    """Yield a row of text for each metric: its name, last value in each run, largest difference, and the step of this
+    difference. A NaN in one run alone counts as the largest difference."""
     both = [{name: dict(pairs) for name, pairs in own_metrics(run.series).items()} for run in runs]
     for name in dict.fromkeys(chain(*both)):
         a, b = (own.get(name, {}) for own in both)

@@ -67,7 +67,7 @@ def measured(series: Series, held: Sequence[Held], ranks: Sequence[dict[str, Any
 
     Args:
         held: bytes of rank 0, measured at the end; empty: take the bytes that rank 0 logged.
-        ranks: the measurements of each rank, rank 0 first; after a run that was interrupted of rank 0 only.
+        ranks: the measurements of each rank, rank 0 first; only of rank 0 after an interrupted run.
     """
     last = {name: values[-1][1] for name, values in series.items()}
     own, rows = ranks[0], [*held]

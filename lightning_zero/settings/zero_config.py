@@ -271,7 +271,7 @@ def offload_row_path(name: Offload) -> str | None:
 
 
 def is_decided(config: ZeroConfig) -> bool:
-    """Return whether the stage is given, and not ``auto``."""
+    """Return whether the stage is not ``auto``."""
     return config.stage.name is not Stage.auto
 
 

@@ -37,7 +37,8 @@ _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """Raised on all ranks between two steps to end the run after a signal, and after the save that it asks for."""
+    """Raised on all ranks between two steps to end the run because of a signal, after a save if the signal asks for
+    one."""
 
 
 class Interruptions:

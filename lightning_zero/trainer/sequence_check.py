@@ -162,7 +162,7 @@ class SequenceCheck:
         return found
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of the trial step from ``loss``, the loss of whole sequences also on parts. Collective."""
+        """Run the backward of the trial step. ``loss``: the loss of the whole sequences, also on parts. Collective."""
         assert self.found is not None
         self.found.losses.append(float(loss.detach()))
         scaler = self._module.trainer.precision_plugin.scaler
@@ -180,7 +180,7 @@ class SequenceCheck:
 
 @contextlib.contextmanager
 def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) -> Iterator[None]:
-    """Let ``module`` run a step in the body, then undo the step's effects on it and on Lightning's objects."""
+    """Let ``module`` run a step in the body, then undo the step's effects on ``module`` and Lightning's objects."""
     numbers = Generators.now(device)
     strategy, scaler = module.trainer.strategy, module.trainer.precision_plugin.scaler
     told = [vars(inner) for inner in module.modules()]

@@ -170,7 +170,8 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Update the averages by element-wise ``avg_fn``, or first by copying masters; count the update. Collective."""
+        """Update the averages by element-wise ``avg_fn``; the first update copies the masters. Add 1 to ``n_averaged``.
+        Collective."""
         self._begin_to_change()
         whole_params.take_writes_over(self.engine)
         with masters(self.engine):

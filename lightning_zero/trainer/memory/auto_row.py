@@ -152,7 +152,7 @@ def _place(strategy: Run, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: Run) -> Machine:
-    """Return the planner's machine. ``places``: each rank's host and free bytes, of which the smallest count."""
+    """Return the planner's machine. ``places``: each rank's host and free bytes. The smallest bytes are used."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(

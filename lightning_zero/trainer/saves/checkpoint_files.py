@@ -40,7 +40,8 @@ class CheckpointFiles(Processes):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Return the user's CheckpointIO, or a ZeroCheckpointIO, which a wrapper around no CheckpointIO also gets."""
+        """Return the user's CheckpointIO, or a ZeroCheckpointIO if there is none. A wrapper without an inner
+        CheckpointIO gets a ZeroCheckpointIO inside."""
         self._checkpoint_io = with_default(self._checkpoint_io)
         return self._checkpoint_io
 

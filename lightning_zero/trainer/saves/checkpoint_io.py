@@ -1,4 +1,4 @@
-"""Write, read and remove checkpoint files. ``checkpoint/durable.py`` says why torch's way of writing is not used."""
+"""Write, read and remove checkpoint files. ``checkpoint/durable.py`` explains how writes are atomic."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def saves_as_torch() -> bool:
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:
-    """Return ``io``, or a ZeroCheckpointIO if it is None. A wrapper without an inner CheckpointIO also gets one."""
+    """Return ``io``, or a ZeroCheckpointIO if ``io`` is None. A wrapper around nothing gets a ZeroCheckpointIO
+    inside."""
     if io is None:
         return ZeroCheckpointIO()
     if _is_wrapper(io):
@@ -206,14 +207,15 @@ def _damaged(path: Any, error: Exception) -> str:
 
 
 def _refused(path: Any, error: Exception) -> list[str]:
-    """Return the names of classes because of which torch refused to load the file; [] if it failed otherwise."""
+    """Return the names of classes because of which torch refused to load the file; [] if ``error`` says something
+    else."""
     if not isinstance(error, pickle.UnpicklingError) or _NOT_ALLOWED not in str(error):
         return []
     return _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error))
 
 
 def _classes(path: Any) -> list[str]:
-    """Return the names that loading the file would import or call, without loading it; [] if it does not show them."""
+    """Return the names that loading the file would import or call, without loading it; [] if it cannot be examined."""
     try:
         with get_filesystem(path).open(str(path), "rb") as file:
             return sorted(get_unsafe_globals_in_checkpoint(file))
@@ -235,7 +237,7 @@ def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
 def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
     """Call ``act`` after the queued writes, or never if one of them failed. The writer's single thread keeps the order.
 
-    AsyncCheckpointIO itself removes old files at once. A process killed then would have neither the old nor a new one.
+    AsyncCheckpointIO itself removes old files at once. If the process is killed then, no file is left.
     """
     writer = async_writer(io)
     executor = writer._executor if writer is not None else None

@@ -447,8 +447,8 @@ class LoaderStates:
             state[_RANKS] = found
 
     def load(self, strategy: Any, checkpoint: dict[str, Any], path: Any) -> None:
-        """Replace rank 0's states of loaders in ``checkpoint`` by this rank's; warn if there were more or fewer
-        ranks."""
+        """Replace rank 0's states of loaders in ``checkpoint`` by this rank's; if the number of ranks differs, only
+        warn."""
         state = _fit_loop(checkpoint)
         found = state.pop(_RANKS, None)
         if found is not None and len(found) != strategy.world_size:

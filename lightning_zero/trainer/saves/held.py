@@ -100,7 +100,7 @@ def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Va
 
 def values_in_folder(content: dict[str, Any], engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
     """Return parameters of zeros for ``wanted``. Put these parameters, and the :class:`TensorParts` with their values
-    (those of the state dict if they are equal), into ``content[HELD]``, by name, for the reader."""
+    (the state dict's if equal), into ``content[HELD]``, by name, for the reader."""
     parts = parts_by_value(engine)
     found: dict[Value, object] = {}
     for value in wanted:
@@ -148,7 +148,7 @@ class _Looking(pickle.Pickler):
 
 
 class _Taken(pickle.Pickler):
-    """Holds entries of a checkpoint, pickled without tensors. ``wanted``: the parameters of ``engine`` among these."""
+    """Holds entries of a checkpoint, pickled without tensors. ``wanted``: the parameters of ``engine`` in them."""
 
     def __init__(self, engine: Engine) -> None:
         self._file = io.BytesIO()

@@ -45,7 +45,7 @@ class KeepsFiles(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        """Remove a checkpoint; one to which ``last.ckpt`` links only after the link leads to a newer checkpoint."""
+        """Remove ``filepath`` now or, if ``last.ckpt`` links to it, once the link leads to a newer checkpoint."""
         last = self.last_model_path
         leads_to_it = os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath)
         if is_ours(trainer) and trainer.is_global_zero and leads_to_it:
@@ -124,7 +124,7 @@ class NoteJob(Callback):
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
         """Return the path of each callback's existing ``last.ckpt`` that this job wrote, by callback key. A callback
-        that does not know it writes ``last-v1.ckpt``."""
+        that does not know this path writes ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             path = os.path.join(callback.dirpath or "", f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")

@@ -101,7 +101,7 @@ class RangeSave:
         return self._of(lambda fakes: self.engine.state_dict(fakes=fakes, trainable_only=without_frozen))
 
     def copy_of_masters(self, storages: Sequence[MasterStorage]) -> dict[str, Any]:
-        """Return the module's state dict with the values in ``storages``, one storage per bucket, not the masters'."""
+        """Return the module's state dict with the values in ``storages``, one per bucket, instead of the masters."""
         without_frozen = self.engine.config.checkpoint.exclude_frozen
         return self._of(lambda fakes: fake_copy(self.engine, fakes, storages, trainable_only=without_frozen))
 
