@@ -36,7 +36,7 @@ _silenced = False  # whether this module has set FULL_ERROR
 
 @contextlib.contextmanager
 def hydra_raises() -> Iterator[None]:
-    """Inside the ``with``, or until :func:`hydra_prints`, Hydra raises errors instead of printing them and exiting."""
+    """During the body, until :func:`hydra_prints` is called, let Hydra raise errors instead of printing and exiting."""
     global _silenced
     if FULL_ERROR not in os.environ:
         os.environ[FULL_ERROR], _silenced = "1", True

@@ -191,7 +191,8 @@ def check_command(command: Sequence[str], cluster: ClusterConfig) -> None:
 
 
 def job_arguments(choices: dict[str, str]) -> list[str]:
-    """Return the job's arguments of ``lightning_zero.train``: those of this command without the keys of ``submit``."""
+    """Return the job's command line for ``lightning_zero.train``: this command's, without keys that only ``submit``
+    has."""
     overrides = HydraConfig.get().overrides
     ours = re.compile(rf"[+~]*({'|'.join(EXTRA_KEYS)})([.=@]|$)")
     found = [o for o in overrides.task if not ours.match(o)]

@@ -54,7 +54,7 @@ def perform(
 
 
 def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    """Return the final weights' validation metrics. Validate now unless the fit did after its last step. Collective."""
+    """Return the final weights' validation metrics; validate now if steps followed the last validation. Collective."""
     (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
     if last.found is not None and last.found[0] == trainer.global_step:
         return last.found[1]

@@ -311,7 +311,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
         return optimizer
 
     def steps_shards(self, optimizer: Any) -> bool:
-        """Return whether ``optimizer`` is an optimizer of sharded parameters."""
+        """Return whether ``optimizer`` is an Optimizer with a parameter of a sharded module."""
         return isinstance(optimizer, Optimizer) and any(
             engine.units.owns(param)
             for group in optimizer.param_groups

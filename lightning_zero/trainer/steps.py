@@ -228,7 +228,7 @@ class Steps:
             return self.sequences.evaluate(part, step, own, *given[1:])
 
     def evaluate_nothing(self, key: str) -> None:
-        """Take part in the evaluation step ``key`` of other ranks: this rank has no batch. Collective."""
+        """Take part in the evaluation step ``key`` of other ranks, because this rank has no batch. Collective."""
         self._sync_buffers_once()
         with self._run.engine.step_scope(key, evaluation=True):
             pass

@@ -193,7 +193,7 @@ class ZeroStrategy(Run):
             self._given_offload = config.offload
 
     def _move(self, engine: Engine, module: pl.LightningModule, config: ZeroConfig) -> None:
-        """Restage ``engine`` to the stage and offload of ``config``. Collective."""
+        """Restage ``engine`` and callbacks' averages to the stage and offload of ``config``. Collective."""
         trainer = module._trainer
         self._checkpoints.wait_for_writes()
         if (module._current_fx_name or "").startswith(_BETWEEN_STEPS):

@@ -64,7 +64,7 @@ class BackgroundSaves:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a save was begun and not yet waited for. The same on all ranks."""
+        """Return whether a save was begun and no :meth:`wait` has followed. The same on all ranks."""
         return self._last is not None
 
     @property
@@ -158,6 +158,6 @@ class BackgroundSaves:
             rank_zero_warn(str(error))
 
     def close(self) -> None:
-        """Free the memory of copies. No save may be under way."""
+        """Free the spare memory for copies of shards. Call this method only when no save is under way."""
         while self.spare:
             self.spare.pop().close()

@@ -255,7 +255,7 @@ def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
 
 
 def remove(io: CheckpointIO, path: Any) -> None:
-    """Remove a checkpoint; only warn if that fails, because training can go on."""
+    """Remove the checkpoint ``path``. If this fails, only warn, because training can continue."""
     try:
         io.remove_checkpoint(path)
     except Exception as error:

@@ -86,8 +86,8 @@ def fake_values(fakes: FakeTensors, engine: Engine, wanted: Sequence[Value]) -> 
 
 
 def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
-    """Gather ``wanted`` on rank 0, and return them as parameters there. Equal tensors in ``content`` are shared, so
-    that a file holds them once. Collective."""
+    """Gather ``wanted`` on rank 0, and return a parameter for each value there, elsewhere {}. Equal tensors in
+    ``content`` are shared, so that a file holds them once. Collective."""
     whole = gathered(engine, wanted=engine.comm.rank == 0, only=set(wanted))
     found: dict[Value, object] = {}
     for value in wanted:
