@@ -115,7 +115,7 @@ def _mapped(kind: type[Any], act: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _by_number(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with numbers as keys in place of parameter names, as torch's optimizers have it."""
+    """Return an optimizer's state with parameters numbered, as torch's optimizers save them, instead of named."""
     state = {"state": {}, "param_groups": [], **state}
     numbers = {key: n for n, key in enumerate(key for group in state["param_groups"] for key in group["params"])}
     groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]
