@@ -1,5 +1,5 @@
-"""Starts a run: opens the store, compares what must be equal on all ranks, and makes the process group. All ranks join
-in the store before they make the group, so that a missing rank is named and does not cause a hang."""
+"""Start a run: open the store, compare what must be equal on all ranks, and make the process group. All ranks join
+through the store before they make the group, so that a missing rank is named and does not cause a hang."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Rendezvous:
 
     def join(self) -> dict[int, Member]:
         """Wait until all ranks have joined with equal settings. Return all members on rank 0, else {}. Collective.
-        Raises StartError, on all ranks that came, if some ranks did not come or have other settings."""
+        Raises StartError on all ranks that have joined if some ranks have not joined or have other settings."""
         try:
             return self._host() if self._own.rank == 0 else self._join()
         except dist.DistError as error:
@@ -301,8 +301,8 @@ def is_ours(ip: str) -> bool:
 
 
 def open_store(address: str, port: int, *, rank: int, timeout: timedelta, wait_s: float) -> Any:
-    """Open and return a run's store, which rank 0 or torchrun's agent holds. ``timeout``: limit of later operations.
-    ``wait_s``: seconds to wait for rank 0. Raises StartError for a taken port, a wrong address or a missing rank 0."""
+    """Open and return a run's store, which rank 0 or torchrun's agent serves. ``timeout``: limit of later operations.
+    ``wait_s``: seconds to wait for rank 0. Raises StartError for a port in use, a wrong address or a missing rank 0."""
     ip = resolve(address, port, wait_s=min(RESOLVE_S, wait_s))
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     elsewhere = serves and not is_ours(ip)
@@ -352,9 +352,9 @@ def join(
     wait_s: float,
     per_node: int,
 ) -> list[str]:
-    """Join the other ranks and make the default process group. Return lines to log, which say who came. Collective.
-    Waits ``wait_s`` seconds for ranks, then raises a StartError. ``timeout``: of the store and the process group; for a
-    group on gloo, ``stall_timeout_s`` replaces it, unless None."""
+    """Join the other ranks and make the default process group. Return lines to log about the ranks, [] if not rank 0.
+    Collective. Raises StartError if ranks are missing after ``wait_s`` seconds. ``timeout``: limit of operations of the
+    store and the group; in a group on gloo, ``stall_timeout_s`` replaces ``timeout`` unless it is None."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     store = open_store(address, port, rank=rank, timeout=timeout, wait_s=wait_s)
     own = Member(rank=rank, world_size=world, host=socket.gethostname(), pid=os.getpid())

@@ -45,7 +45,7 @@ class Extent:
 
 
 def lay_out(wanted: Sequence[Wanted], base: int, align: int) -> tuple[list[Extent], int]:
-    """Make adjacent extents from byte ``base`` on, each padded to ``align`` bytes. Return extents and total bytes."""
+    """Return extents for ``wanted`` from byte ``base`` on, each padded to a multiple of ``align``, and total bytes."""
     extents, total = [], 0
     for label, numel, dtype in wanted:
         extents.append(Extent(label, numel, dtype, base + total))
