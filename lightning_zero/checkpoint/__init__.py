@@ -6,7 +6,7 @@
     archive   writes torch's one-file checkpoints from several processes
     verify    compares checkpoints with their checksums
     hugging_face  exports folders for Hugging Face
-    sharded   folders in the format of torch.distributed.checkpoint
-    rng       states of all ranks' random number generators
-    __main__  python -m lightning_zero.checkpoint
+    sharded   saves and reads folders in the format of torch.distributed.checkpoint
+    rng       saves and restores the states of all ranks' random number generators
+    __main__  the commands of python -m lightning_zero.checkpoint
 """

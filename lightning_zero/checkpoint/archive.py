@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class Skeleton:
-    """A checkpoint file without its tensors' values. ``holes``: the record for each storage's values, by ``_cdata``."""
+    """A checkpoint file without tensor values. ``holes``: record of a storage's values, by the storage's ``_cdata``."""
 
     def __init__(self, checkpoint: Any, fd: int) -> None:
         """Write ``checkpoint`` without values to the empty file of descriptor ``fd``, fake tensors as plain tensors."""

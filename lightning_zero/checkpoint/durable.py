@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent, even if a process is killed or a disk is full.
+"""Write files and folders that are complete or absent, even if a process is killed or a disk is full.
 
 ::
 
@@ -108,8 +108,9 @@ def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def naming(target: object, *, folder: bool = False) -> Iterator[None]:
-    """Replace an error of the body by one that names ``target`` and the cause: an OSError if the cause is an OSError,
-    else a RuntimeError. Errors whose message has ``target`` pass. ``folder``: whether the message says folder."""
+    """Replace an error of the body by an error that names ``target`` and the cause: an OSError if the cause is one,
+    else a RuntimeError. An error whose message already has ``target`` is raised unchanged. ``folder``: whether
+    ``target`` is a folder."""
     outer = sys.exception()
     try:
         yield
@@ -257,7 +258,7 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
 
 
 def remove_whole(path: str | os.PathLike[str]) -> None:
-    """Remove the file or folder ``path``, renamed first, so that a killed process leaves nothing incomplete there."""
+    """Rename the file or folder ``path``, then remove it, so that a killed process leaves nothing incomplete there."""
     gone = Path(path).with_name(part_name(Path(path).name))
     os.rename(path, gone)
     sync_folder(gone.parent)

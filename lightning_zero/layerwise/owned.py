@@ -61,7 +61,7 @@ FlatStates = dict[int, tuple[Tensor, Tensor]]  # id of a state tensor -> (the te
 
 
 class Owned:
-    """All tensors that one optimizer steps whole, on any rank, and the state of those that this rank steps."""
+    """Holds all tensors that one optimizer steps whole, on any rank, and the state of tensors that this rank steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -242,7 +242,7 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """Return what ranks send of ``value`` in a state: a :class:`Leaf` for a tensor of numel > 1, else a copy."""
+    """Return ``value`` of a state as ranks send it: a :class:`Leaf` for a tensor of numel > 1, else a copy."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()
@@ -255,8 +255,8 @@ def _is_alone(leaf: Tensor) -> bool:
 
 
 def _alone(before: Mapping[str, Tensor], is_first: bool, name: str, leaf: Tensor) -> Tensor:
-    """Return ``leaf`` if it has a host storage of its own, and ``is_first`` is false; else a host copy, in
-    ``before[name]`` if that fits."""
+    """Return ``leaf`` if its storage is on the host and has no other values, and ``is_first`` is False. Else return a
+    host copy, in the memory of ``before[name]`` if shape, strides and dtype are equal."""
     if _is_alone(leaf) and not is_first:
         return leaf
     at_rest = before.get(name)

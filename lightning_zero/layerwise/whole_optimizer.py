@@ -152,7 +152,7 @@ class WholeOptimizer(Stepper):
         self._arranged = []
 
     def _check_probed(self) -> None:
-        """Raise ConfigError if the step of a tensor depends on other tensors, or if the trial has failed."""
+        """Raise ConfigError if a tensor's step depends on other tensors, or if a trial failed (unless ``unprobed``)."""
         kind, failed = type(self.optimizer).__qualname__, self.probed.failed
         if self.probed.couples:
             raise ConfigError(
@@ -327,7 +327,7 @@ class WholeOptimizer(Stepper):
 
     def _agree(self, effects: Effects, error: Exception | None) -> None:
         """Raise an error on all ranks if the step failed on one rank. Else give all ranks the same settings and
-        attributes of the optimizer. ``error``: of this rank's step. Collective."""
+        attributes of the optimizer. ``error``: the error of this rank's step, or None. Collective."""
         if any(tensor.travels for tensor in self.owned.tensors.values()):
             what, digest = "the step of an optimizer", effects.digest
             own = torch.tensor([error is not None, digest, -digest], dtype=torch.int64)
@@ -391,7 +391,8 @@ class Message:
                 self._owned.show(tensor, *self._in_place(tensor))
 
     def _exchanged(self, route: Route) -> dict[int, Flat]:
-        """Exchange shards for the whole tensors that this rank owns. Return values and gradient by id of the tensor."""
+        """Exchange shards by ``route``. Return flat values and gradient of each tensor that this rank owns, by the
+        tensor's ``id``."""
         data = torch.empty(sum(route.own_sizes), dtype=torch.uint8, device=self._comm.device)
         for piece, tensor in self._pieces(route.own):
             values, grad = self._shards(tensor)
@@ -487,8 +488,8 @@ def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def transfer_of(tensor: WholeTensor, buckets: Sequence[Bucket], with_grad: set[int]) -> Transfer:
-    """Describe how ``tensor`` is sent to its owner. ``buckets``: those of the message, in which the result has the
-    index of the tensor's bucket. ``with_grad``: ids of parameters whose gradient is sent too."""
+    """Describe how ``tensor`` is sent to its owner. ``buckets``: the buckets of the message; the result has the index
+    of the tensor's bucket among them. ``with_grad``: ids of parameters whose gradient is sent too."""
     dtypes = tensor.bucket.dtypes
     grad = dtypes.grad.itemsize if id(tensor.info.param) in with_grad else 0
     return Transfer(buckets.index(tensor.bucket), tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)

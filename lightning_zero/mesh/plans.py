@@ -149,8 +149,8 @@ def _count(module: nn.Module) -> int:
 
 
 def _by_transformers(module: nn.Module, mesh: DeviceMesh, experts: DeviceMesh, asked: str) -> dict[str, StaysLocal]:
-    """Split the models of transformers in ``module``. Return, by name of a module inside them, functions that tell
-    whether the module computes with plain tensors."""
+    """Split the transformers models in ``module``. Return, by module name, functions that tell whether the module of
+    this name computes with plain tensors."""
     models = {name: inner for name, inner in module.named_modules() if hasattr(type(inner), "_resolve_parallel_plans")}
     outer = tuple(f"{name}." for name in models if name)  # a model inside of another is split with it
     models = {name: m for name, m in models.items() if not (name.startswith(outer) or (name and "" in models))}

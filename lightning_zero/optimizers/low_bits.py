@@ -67,9 +67,9 @@ the run."""
 
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
-    """Return the random bits that round the state of elements ``[low, high)`` of a run in step ``step``, for positions
-    counted from ``low`` and none for padding. ``places``: the run's fragments of parameters. ``number``: the index of
-    the state among the optimizer's states."""
+    """Return the random bits that round the state of elements ``[low, high)`` of a run in step ``step``; padding has
+    none. Positions in the result count from ``low``. ``places``: the run's fragments of parameters. ``number``: index
+    of the state among the optimizer's states."""
     table, found = _table(device), []
     first = bisect_right(places, low, key=lambda place: place[0].start + place[0].numel)
     for fragment, name in places[first:]:
@@ -93,7 +93,7 @@ def _table(device: torch.device) -> Tensor:
 
 
 def _mixed(value: Any) -> Any:
-    """Hash an int, or each element of an int64 tensor, to 32 bits."""
+    """Return the 32-bit hash of an int, or of each element of an int64 tensor."""
     for shift, multiplier in _MIX:
         value = ((value ^ (value >> shift)) * multiplier) & 0xFFFFFFFF
     return value
@@ -161,7 +161,7 @@ def narrow_states(optimizer: Optimizer, state: StateDtype) -> tuple[str, ...]:
 
 
 class _Memory:
-    """Buffers in which one thread steps a piece of a run: at most ``numel`` elements. The memory plan counts them."""
+    """Buffers in which one thread steps pieces of runs, of at most ``numel`` elements. The memory plan counts them."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device

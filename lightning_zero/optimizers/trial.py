@@ -67,8 +67,8 @@ def refuse_wrapped_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> Non
 
 @contextlib.contextmanager
 def trying(name: str, device: torch.device) -> Iterator[None]:
-    """While the body runs, raise ConfigError at each collective (of the optimizer class ``name``). When the body ends,
-    restore the states of random generators."""
+    """While the body runs, raise ConfigError, which names the optimizer class ``name``, at each collective. When the
+    body ends, restore the states of random generators."""
     accelerators = [] if device.type == "cpu" else [device.index or 0]
     before = random.getstate()
     of_numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
@@ -389,7 +389,8 @@ def _plain_of(value: Any, seen: set[int], depth: int) -> Any:
 
 
 def _shrunk(value: Any, param: nn.Parameter, small: nn.Parameter) -> Any:
-    """Return a state for ``small``, shaped like the state ``value`` of ``param`` and filled with its first value."""
+    """Return a state for ``small`` with the layout of ``value``, a state of ``param``. Its tensors are filled with the
+    first element of the corresponding tensors of ``value``."""
     if isinstance(value, Tensor) and value.numel() > 1:
         side_of = dict(zip(reversed(param.shape), reversed(small.shape), strict=True))
         shape = small.shape if value.shape == param.shape else [side_of.get(n, n) for n in value.shape]

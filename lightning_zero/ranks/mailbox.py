@@ -1,5 +1,5 @@
-"""Send messages to rank 0 without waiting: threads write the messages to the store while ranks train. Also, print a
-text that all ranks have only once."""
+"""Send messages to rank 0 without waiting: threads write the messages to the store while ranks train. Print a text of
+all ranks only once."""
 
 from __future__ import annotations
 

@@ -50,14 +50,15 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def shared_settings(config: ZeroConfig, more: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that must be equal on all ranks. Paths in the run folder become relative to it."""
+    """Return the settings that must be equal on all ranks. Paths in the run folder become relative to the folder.
+    ``more``: settings besides those of ``config``."""
     flat = flatten({"zero": asdict(config)}) | flatten(more)
     run_dir = flat.get("run_dir")
     return {k: v.replace(run_dir, "<run_dir>") if run_dir else v for k, v in flat.items() if k not in OWN_SETTINGS}
 
 
 def versions(lightning: str) -> dict[str, str]:
-    """Return the versions of packages and Python that must be equal on all ranks. ``lightning``: its version."""
+    """Return the versions that must be equal on all ranks, by package. ``lightning``: the version of Lightning."""
     return {
         "lightning_zero": lightning_zero.__version__,
         "lightning": lightning,
@@ -198,8 +199,8 @@ class Rendezvous:
         )
 
     def _dismiss(self, key: str, message: str, others: int) -> None:
-        """Send ``message`` to the waiting ranks and raise it as a StartError. First wait up to five seconds until
-        ``others`` ranks have read it, because the store may end with this process."""
+        """Send ``message`` to the ranks that wait for ``key``, and raise a StartError with the message. Before that,
+        wait up to five seconds until ``others`` ranks have read it, because the store may end with this process."""
         for n in range(self._round, self._all.add("rounds", 0) + 1):
             self._all.set(f"{n}/{key}", message)
         deadline = time.monotonic() + MARGIN_S / 3

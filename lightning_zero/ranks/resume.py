@@ -53,7 +53,7 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Turn ``text`` into a part of a folder name that a user can also type as an override."""
+    """Return ``text`` as a part of a folder name that a user can also type as an override."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "0"
 
 
@@ -179,8 +179,7 @@ def write_outcome(word: str) -> bool:
 
 def note_raised() -> None:
     """Make a file beside the outcome file that says that this rank has raised an error before any training. Wait up to
-    :data:`MEET_S` seconds for the files of other ranks: if all ranks have raised, the script does not requeue the job.
-    """
+    :data:`MEET_S` seconds for the files of other ranks: if all ranks raise, the job's script does not requeue it."""
     path, place = os.environ.get(OUTCOME_VARIABLE), launched()
     if not path or place is None or place.rank is None or place.world_size is None:
         return

@@ -26,7 +26,7 @@ MPI_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """The launcher of a process, and the process's ranks in its job; None: the launcher has not set the number."""
+    """The launcher of a process, and the process's ranks in the job. A number that the launcher has not set is None."""
 
     by: str  # ``torchrun``, ``srun``, ``mpirun`` or ``plain``
     rank: int | None = None

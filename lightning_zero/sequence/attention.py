@@ -38,7 +38,7 @@ def attention(
 
     Args:
         query, key, value: ``[batch, heads, positions, width]``; inside a step with the positions of this rank's part.
-        attn_mask: a mask for the whole sequence: ``[..., whole, whole]`` or ``[..., 1, whole]``.
+        attn_mask: a mask for all ``whole`` positions of the sequence: ``[..., whole, whole]`` or ``[..., 1, whole]``.
     """
     part = current()
     if part is None:

@@ -140,7 +140,7 @@ def unit(found: Iterable[Found]) -> float:
 
 
 def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | None:
-    """Return in words how a training step in parts differs from the same step on whole sequences; None if not. Sums
+    """Return in words how a training step in parts differs from the same step on whole sequences; None if equal. Sums
     must agree to half the digits of their dtype, because rounding errors grow from layer to layer. Losses must agree to
     two thirds of the digits, because errors average out. A gradient that is zero up to rounding (bias of keys in
     attention) is compared with the norm of all gradients. ``parts``: results of all ranks of the group."""

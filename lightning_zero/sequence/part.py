@@ -97,7 +97,7 @@ class SequencePart:
         return torch.arange(self.rank * length, (self.rank + 1) * length, device=device)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Join all parts of ``tensor [batch, length]``, without gradients: ``[batch, length * size]``. Collective."""
+        """Return all parts of ``tensor [batch, length]`` joined, detached: ``[batch, length * size]``. Collective."""
         rows = tensor.detach().contiguous().view(1, -1).expand(self.size, -1).contiguous()
         parts = self.sharers.exchange(rows, "parts of a small tensor").view(self.size, *tensor.shape)
         return torch.cat(list(parts), dim=1)
@@ -105,14 +105,14 @@ class SequencePart:
     def mean_of(
         self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS, *, is_feature: bool = False
     ) -> Tensor:
-        """Return the mean over the tokens of all parts, with gradients. If no part has tokens, it is NaN, or 0 with
-        :attr:`empty_is_zero`. Collective.
+        """Return the mean over the tokens of all parts, with gradients. If no part has tokens, the mean is NaN, or 0
+        with :attr:`empty_is_zero`. Collective.
 
         Raises ConfigError, on all ranks, if another rank computes another kind of mean at the same time.
 
         Args:
             total: sums over ``count`` tokens of this part, in the shape of ``count``. Both may be weighted.
-            dtype: dtype of the result. It is computed in fp64, because half precision cannot hold sums and counts.
+            dtype: dtype of the result, which is computed in fp64: half precision cannot hold sums and counts.
             is_feature: ranks compute different values from the mean. Then all ranks must run a backward, or none.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])

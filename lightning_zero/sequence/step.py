@@ -33,8 +33,8 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
 def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
-    """Return this rank's part of ``batch``, or ``batch`` if the hook below does not cut it. Raises ConfigError for an
-    unknown kind of batch.
+    """Return this rank's part of ``batch``, or ``batch`` itself if the module leaves it whole (see below). Raises
+    ConfigError for an unknown kind of batch.
 
     These batches are cut automatically::
 
@@ -171,7 +171,8 @@ def _causal_loss(
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """Return ``ForCausalLMLoss``. A part's last token predicts the next part's first token. Collective in a step."""
+    """Return transformers' causal loss ``inner``, where a part's last token predicts the next part's first token.
+    Collective inside a step."""
     part = current()
     if part is not None and labels is not None and shift_labels is None and logits.shape[1] == part.length:
         firsts, last = part.whole(labels[:, :1]), part.rank == part.size - 1
@@ -263,8 +264,8 @@ class SequenceSteps:
 
     def train(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
         """Run ``step`` on ``own``, the result of :meth:`cut`, and return its output, with the loss averaged over all
-        parts' tokens. Collective. Raises ConfigError if attention cannot see whole sequences, or without such a loss.
-        """
+        parts' tokens. Collective. Raises ConfigError if attention cannot see whole sequences, or if the loss contains
+        no mean over tokens."""
         self._part = part
         if part is None:
             return step(own, *more)

@@ -35,7 +35,7 @@ class Extent:
         return self.numel * self.dtype.itemsize
 
     def check(self, tensor: Tensor) -> None:
-        """Raise ValueError if ``tensor`` cannot be copied to or from this extent."""
+        """Raise ValueError unless ``tensor`` is a contiguous host tensor with this extent's dtype and numel."""
         fits = tensor.dtype is self.dtype and tensor.numel() == self.numel and tensor.device.type == "cpu"
         if not fits or not tensor.is_contiguous():
             raise ValueError(

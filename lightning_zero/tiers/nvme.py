@@ -169,7 +169,8 @@ class NvmeTier:
             self._file.shrink(self._regions.end)
 
     def close(self) -> None:
-        """Wait for operations in flight and remove the file. Errors stay in the futures. A second call does nothing."""
+        """Wait for operations in flight, whose futures raise their errors, and remove the file. A second call does
+        nothing."""
         if self._closed:
             return
         self._closed = True

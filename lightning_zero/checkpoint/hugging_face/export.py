@@ -100,7 +100,8 @@ class _Tensors:
 
     @outside_autograd
     def _plan(self) -> tuple[dict[str, Any], dict[str, Tensor], Outgoing]:
-        """Return the engine's sharded state dict, its tensors on meta in the files' dtypes, and a plan. Collective."""
+        """Return the engine's sharded state dict, a second dict of its tensors on meta with the dtypes in the files,
+        and the export plan. Collective."""
         state = sharded_state_dict(self._engine)
         like = {key: self._like(key, value) for key, value in state.items() if isinstance(value, Tensor)}
         first: dict[int, Tensor] = {}  # one object for each object of ``state``, so that tied parameters stay tied

@@ -42,8 +42,8 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 
 class Group(NamedTuple):
-    """Tensors of a module that have another layout in the files. ``members``: keys of the tensors in the module.
-    ``results``: the tensors in the files, on meta, by name. ``convert``: maps values by key to values by name."""
+    """Tensors of a module that have another layout in the files. ``members``: their keys in the module. ``results``:
+    the tensors in the files, on meta, by name. ``convert``: maps the members' values by key to the results' by name."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -51,8 +51,8 @@ class Group(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A plan for an export. ``model``: the module's transformers or PEFT model; None: it has none. ``renamed``: name in
-    the files -> key in the module's state dict, of each tensor that is not converted. ``groups``: converted tensors.
+    """A plan for an export. ``model``: the module's transformers or PEFT model, or None. ``renamed``: for each tensor
+    that is not converted, name in the files -> key in the module's state dict. ``groups``: the converted tensors.
     ``adapters``: names of a PEFT model's adapters; names of tensors of an adapter other than "default" begin with the
     adapter's folder. ``reads``: keys of tensors whose values PEFT needs before the plan can be complete."""
 
@@ -297,7 +297,7 @@ class Files:
 
 
 class Writer:
-    """A context manager that writes ranges of tensors into existing files in ``folder``. Each process has its own."""
+    """A context manager that writes ranges of tensors into existing files in ``folder``. Each process makes one."""
 
     def __init__(self, files: Files, folder: Path) -> None:
         self._files, self._folder = files, folder

@@ -39,8 +39,8 @@ _Needs = tuple[str, int, int, bool]
 
 
 class Behind(NamedTuple):
-    """What a save in the background needs. ``begin``: starts the thread that writes. ``streams``: those of the copies
-    to the host. ``spare``: host memory of earlier copies, for reuse."""
+    """What a save in the background needs. ``begin``: starts the thread that writes. ``streams``: for the copies to the
+    host. ``spare``: host memory of earlier copies, for reuse."""
 
     begin: Callable[..., None]
     streams: Streams
@@ -126,8 +126,8 @@ def _begin(stack: contextlib.ExitStack, target: Place, extra: Mapping[str, Any])
 
 @contextlib.contextmanager
 def _objects(target: RemotePath) -> Iterator[RemotePath]:
-    """Yield the address at which a new save to an object store writes the file for all but modules and optimizers. The
-    body must write the index. Then copy that file to ``meta.pt`` and remove the objects of earlier saves."""
+    """Yield the address at which a new save to an object store writes the file for all but modules and optimizers.
+    After the body, which must write the index, copy that file to ``meta.pt`` and remove objects of earlier saves."""
     token = uuid.uuid4().hex[:12]
     yield target / f"meta_{token}.pt"
     try:
