@@ -22,8 +22,8 @@ class Report(NamedTuple):
 
     Attributes:
         checked: bytes that have a checksum.
-        unknown: bytes that have none.
-        damage: descriptions of the damaged places.
+        unknown: bytes without a checksum.
+        damage: descriptions of the damaged records.
     """
 
     checked: int

@@ -26,7 +26,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 @dataclass(eq=False, slots=True)
 class WholeTensor:
-    """A parameter that is stepped whole, by the rank that owns it."""
+    """A parameter that is stepped whole, not in slices, by the rank that owns it."""
 
     bucket: Bucket
     info: ParamInfo
@@ -170,7 +170,8 @@ class Owned:
                 yield tensor, name, leaf
 
     def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """Return the bucket's state that this rank saves, by slot, with a :class:`Leaf` instead of each tensor."""
+        """Return the bucket's state that this rank saves, by the parameter's slot in the bucket, with a :class:`Leaf`
+        instead of each tensor."""
         found: dict[int, dict[str, Any]] = {}
         for tensor in self.here(bucket):
             if tensor.is_owner and (state := self.state(tensor)):

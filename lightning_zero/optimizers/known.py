@@ -60,7 +60,7 @@ def hooks_set_aside(optimizer: Optimizer) -> Iterator[None]:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` is of an element-wise class of torch and has the step of that class."""
+    """Return whether ``optimizer`` is one of torch's element-wise optimizers (Adam, SGD, ...) with torch's own step."""
     base, kind = base_of(optimizer), type(optimizer)
     names = ("step", "_init_group")  # torch's steps read gradients and state by the second
     return base is not None and all(without_hooks(getattr(kind, n)) is without_hooks(getattr(base, n)) for n in names)

@@ -318,7 +318,8 @@ def _made_up(dims: int) -> tuple[int, ...]:
 
 
 def _small(dims: int) -> list[tuple[int, ...]]:
-    """Return three small shapes. Two are equal, because some optimizers step tensors of equal shapes as a batch."""
+    """Return three small shapes of ``dims`` dimensions, two of which are equal, because some optimizers step tensors of
+    equal shapes as a batch."""
     sides = _made_up(dims)
     return [sides, sides, sides[::-1] if dims > 1 else tuple(2 * n for n in sides)]
 

@@ -89,7 +89,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> bool:
 
 
 def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
-    """Note that this job will write a checkpoint to ``path``. One rank calls this. ``owner``: a callback's key."""
+    """Note that this job will write a checkpoint to ``path``. Called on one rank. ``owner``: a callback's state key."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
         file.write("\n" + json.dumps([owner, path if "://" in path else os.path.abspath(path)]) + "\n")
@@ -98,7 +98,7 @@ def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
 
 
 def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path | str]]:
-    """Return the checkpoints that this job has begun to write, by the callback's key; remote addresses as text."""
+    """Return the checkpoints that this job has begun to write, by the callback's state key; remote ones as text."""
     found: dict[str, set[Path | str]] = {}
     with contextlib.suppress(OSError):
         for line in (Path(run_dir) / FILES).read_text().splitlines():

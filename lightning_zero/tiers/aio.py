@@ -38,7 +38,7 @@ _OTHER_HINT = "Check the folder, or choose another zero.offload.nvme_path."
 
 
 class DiskError(OSError):
-    """Raised when an operation on a file fails, also after retries. The message names file, cause and remedy."""
+    """Raised when an operation on a file fails and is not retried again. The message names file, cause and remedy."""
 
 
 @dataclass(slots=True)

@@ -77,7 +77,7 @@ class Entry(NamedTuple):
 
 
 def unflattened(flat: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """View ``flat`` [numel] as a tensor of shape ``sizes``. ``order``: its dimensions, slowest in memory first."""
+    """View ``flat`` [numel] as a tensor of shape ``sizes``. ``order``: that tensor's dimensions, slowest first."""
     return flat.view([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
 
 
