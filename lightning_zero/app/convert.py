@@ -27,6 +27,7 @@ from lightning_zero.checkpoint.hugging_face.export import write_extras
 from lightning_zero.checkpoint.hugging_face.files import RECORD, Files, alone, model_of, outgoing, parse_dtype, written
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.engine.whole.state_dicts import versioned
+from lightning_zero.pretrained import some
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.settings import ConfigError, parse_bytes
@@ -151,6 +152,8 @@ def _to_safetensors(checkpoint: dict[str, Any], target: Place, shard_nbytes: int
             f"convert: expected names that begin with prefix={prefix!r}, got names such as {next(iter(state), '')!r}. "
             "Change prefix=."
         )
+    if lost := [key for key in state if not key.startswith(prefix)]:
+        print(f"left out, as their names do not begin with prefix={prefix!r}: {some(lost)}", file=sys.stderr)
     metas = {value: torch.empty(value.shape, dtype=value.dtype, device="meta") for value in own.values()}
     like = {name: metas[value] for name, value in own.items()}
     plan = outgoing(model if model is not None else torch.nn.Module(), like)

@@ -26,6 +26,7 @@ from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, give_own_memory, values_changed
 from lightning_zero.engine.units.param_store import placeholders
 from lightning_zero.mesh.split import Split
+from lightning_zero.settings import PrecisionConfig
 
 CHUNK = 1 << 14  # elements per step of a checksum on a CPU, whose cache holds them; 64 times as many on a device
 SMALL_NBYTES = 1 << 22  # of buffers that are compared in every step
@@ -222,9 +223,10 @@ class Writes:
         if bucket.dtypes.compute.itemsize >= info.dtype.itemsize:
             return
         used, lost = bucket.dtypes.compute, round(4 / torch.finfo(bucket.dtypes.compute).eps)
+        whole = [*PrecisionConfig().fp32_modules, f"{info.fqn.partition('.')[0]}.*"]
         says = (
             f"{info.fqn}: expected a write to fp32 values, got one to values in {used}, which loses changes below "
-            f"1/{lost} of a value. Add its module to zero.precision.fp32_modules ('teacher.*' for all of self.teacher)"
+            f"1/{lost} of a value. Set zero.precision.fp32_modules={whole}, which replaces the list of now"
         )
         if not (bucket.plan.trainable or in_gather):
             raise RuntimeError(f"{says}.")

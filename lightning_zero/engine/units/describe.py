@@ -79,9 +79,12 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
     patterns = config.precision.fp32_modules
-    if lost := [p for p in patterns if "." in p and not [*fp32_modules(module, [p])]]:
+    named = {name for name, _ in module.named_modules()}
+    if lost := [p for p in patterns if ("." in p or p in named) and not [*fp32_modules(module, [p])]]:
         key = "zero.precision.fp32_modules"
-        raise ConfigError(f"{key}: expected a module's name before a dot ('teacher.*'), got {lost[0]!r}. Change {key}.")
+        raise ConfigError(
+            f"{key}: expected a class, or a module's name before a dot ('teacher.*'), got {lost[0]!r}. Change {key}."
+        )
     of_modules = [[*m.parameters(recurse=False)] for m in fp32_modules(module, patterns)]
     fp32 = {id(p) for params in of_modules for p in params} | {id(p) for p in _parts_of_weights(module)}
     # Norms lie in one bucket of the root, replicated on the device: else each unit would send tiny messages for them.
