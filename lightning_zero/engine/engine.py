@@ -183,8 +183,8 @@ class Engine(Core):
     def renew_optimizers(self, make: Callable[[], Sequence[Optimizer]]) -> None:
         """Step the optimizers that ``make()`` returns, and no others from now on. Collective.
 
-        State belongs to the optimizer objects. One that ``make()`` returns again goes on with its state. One that it
-        does not, but that code of the user's still holds, gets its state back, as whole tensors on the host.
+        An optimizer that ``make()`` returns again keeps its state. If ``make()`` does not return an optimizer, but the
+        user's code still refers to the object, its state becomes whole tensors on the host.
         """
         self.passes.wait_for_all()
         before, self.optimizers[:] = [*self.optimizers], []
@@ -214,8 +214,8 @@ class Engine(Core):
     def _release_optimizers(
         self, paused: Sequence[tuple[Stepper, weakref.ref[Optimizer]]], device: torch.device | str
     ) -> None:
-        """Give the state of ``paused`` optimizers back to them, as whole tensors on ``device``; drop it where nobody
-        holds the optimizer any more. Collective."""
+        """Put the state of ``paused`` optimizers into their ``state`` dicts, as whole tensors on ``device``. Drop the
+        state of optimizers that no rank refers to any more. Collective."""
         if not paused:
             return
         if sum(info.numel for bucket in self.buckets for info in bucket.params) > LARGE_NUMEL:

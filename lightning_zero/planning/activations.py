@@ -89,8 +89,8 @@ def peaks_with(
     *,
     state_tensors: States = ADAM_STATES,
 ) -> dict[Phase, Bytes]:
-    """Compute the peak bytes of one rank in each phase: those of :func:`memory.peak_bytes`, and activations.
-    None: activations are unknown and not counted."""
+    """Compute the peak bytes of ``rank`` in each phase: as :func:`memory.peak_bytes`, plus ``activations``.
+    ``activations``: None if unknown; then activations do not count."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
     if activations is None:
         return bounds
@@ -154,7 +154,8 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
 
 
 class _Gradients:
-    """Counts bytes of gradients in a backward: ``reducing`` until their reduction ends, ``landed`` after that."""
+    """Counts the bytes of gradients while a planned backward proceeds. ``reducing``: bytes of unreduced gradients and
+    of reductions in flight. ``landed``: bytes of reduced gradients on the device."""
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._bucket, self._limit, self._limits = buckets.__getitem__, limits.reduce_bucket_bytes, limits

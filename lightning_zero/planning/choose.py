@@ -42,7 +42,8 @@ class Choice:
 
 
 def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine:
-    """Return ``machine`` with a share of each memory taken away, which stays free; more if activations are unknown."""
+    """Return ``machine`` without the share of each memory that stays free: :data:`KEPT_FREE`, and
+    :data:`UNKNOWN_FREE` of device memory unless ``activations_known``."""
     device = KEPT_FREE if activations_known else UNKNOWN_FREE
     host = max(KEPT_FREE, device if machine.shared else 0.0)
     return replace(
@@ -56,7 +57,7 @@ def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine
 def choose_row(model: Model, machine: Machine, candidates: Candidates, rates: Rates) -> Choice:
     """Choose the fastest stage and offload setting of ``candidates`` that fit. Raises ConfigError if none fit.
 
-    Of equally fast pairs, the one that sends least is taken, then offloads least, then shards least.
+    Of equally fast pairs, take the pair that sends least; of these the one that offloads least, then shards least.
     """
     usable = with_reserve(machine, activations_known=model.activations is not None)
     rows = [plan_row(model, stage, offload, usable, settings, rates) for stage, offload, settings in candidates]
@@ -146,7 +147,8 @@ def human_bytes(nbytes: float) -> str:
 
 
 def lacks(row: Row, usable: Machine) -> str:
-    """Return in words how much memory the plan ``row`` needs and there is, on the tier that lacks most; or "fits"."""
+    """Return in words how many bytes the plan ``row`` needs and how many may be used, on the tier that lacks most;
+    "fits" if no tier lacks memory."""
     if row.refused:
         return "has budgets without usable memory"
     if not row.shortages:

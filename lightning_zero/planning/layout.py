@@ -117,8 +117,8 @@ def lay_out(numels: Sequence[int], world_size: int) -> BucketLayout:
 def split_by_bytes(nbytes: Sequence[int], limit: int) -> list[list[int]]:
     """Divide items of ``nbytes`` into groups of at most ``limit`` bytes. Return each group as a list of item indices.
 
-    Each item goes to the first group in which it fits, so that small items (biases) share one. An item above ``limit``
-    has its own group.
+    Each item goes to the first group with enough room, so that small items (biases) share a group. An item above
+    ``limit`` is alone in a group.
     """
     groups: list[list[int]] = []
     room: list[int] = []
@@ -142,7 +142,8 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join adjacent fragments of a shard that have equal keys (not None) into runs. Return each as (key, run)."""
+    """Join adjacent fragments that have equal ``keys`` into runs, without those of key None. Return (key, run)
+    pairs."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

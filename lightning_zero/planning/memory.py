@@ -174,8 +174,8 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
 
 
 def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
-    """Yield (unit, whether in the backward, bytes gathered then) at each use of a unit. ``nbytes``: as in
-    :func:`gathered_peaks`."""
+    """Yield (unit, whether in the backward, bytes of all gathered units) for each use of a unit, in order. ``nbytes``:
+    as in :func:`gathered_peaks`."""
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
     cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
@@ -209,7 +209,7 @@ def peak_bytes(
 
         forward  = rest + gradients of the last backward + gathered (root, current, prefetched) + offloaded steps
         backward = rest + gradients + gathered + reducing (the filling unit, reductions in flight) + offloaded steps
-        step     = rest + gradients + a chunk of them in the master dtype + offloaded steps + tensors stepped whole
+        step     = rest + gradients + a chunk of gradients in the master dtype + offloaded steps + whole tensors
         each     + staging memory between tiers
     """
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
@@ -269,7 +269,8 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
 
 def received_nbytes(bucket: BucketPlan, limits: Limits) -> int:
-    """Compute what an all-to-all of ``bucket`` receives before the local sum; in two levels, with the nodes' sums."""
+    """Compute the bytes that a rank receives by the all-to-all of the gradients of ``bucket``, before the local sum.
+    With two levels, the bytes of the sums of each node count too."""
     size = bucket.layout.numel * bucket.wire_itemsize(limits.micro_batches)
     if not limits.sum_ranks:
         return size
@@ -320,7 +321,8 @@ def read_nbytes(bucket: BucketPlan) -> int:
 
 
 def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
-    """Return whether ``local_ranks`` ranks of ``rest`` bytes each fill at most half of GPU (0: none) and host."""
+    """Return whether ``rest``, the bytes of each of a host's ``local_ranks`` ranks, fills at most half of the memory of
+    a GPU and of the host. ``gpu``, ``host``: their bytes; 0 if there is no GPU."""
     on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
     if not gpu:
         return (on_device + on_host) * local_ranks <= host // 2
@@ -349,7 +351,8 @@ def copy_nbytes(params: Iterable[int]) -> int:
 
 
 def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
-    """Say why a copy of the whole module, of ``nbytes``, does not fit on the host ``where``. Return None if it fits."""
+    """Return the text of an error if a copy of the whole module, of ``nbytes``, does not fit into ``available`` bytes;
+    None if it fits. ``where``: names the host or device."""
     if nbytes <= SPARE * available:
         return None
     return (
@@ -359,7 +362,7 @@ def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
 
 
 def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
-    """Return the most bytes of masters that a rank gathers at a time to fill the module's copy; 0 if it never does."""
+    """Return the most bytes of masters that are gathered at a time for the module's copy; 0 unless ``gathers``."""
     return max((b.layout.numel * b.itemsizes.master for b in buckets), default=0) if gathers else 0
 
 

@@ -5,8 +5,8 @@
     shards    rank 0 | p0 p0 p0 p1 |   rank 1 | p1 p2 p2 p2 |      masters and gradients, flat
     owners    rank 0 | p0 p2       |   rank 1 | p1          |      whole tensors, during the step
 
-Optimizers such as Muon need whole tensors. The ranks of a shard group divide the tensors. One message for a run of
-adjacent units, up to a limit of bytes, brings them to their owners, and another brings new masters back.
+Optimizers such as Muon need whole tensors. The ranks of a shard group divide the tensors. For each run of adjacent
+units, up to a limit of bytes, one message sends the tensors' shards to the owners, and another returns new masters.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MESSAGE_ALIGN = 16  # bytes; every dtype can be read at such an offset
 def matrix_work(shape: Sequence[int]) -> int:
     """Estimate the cost of stepping a tensor: ``max(m, n) * min(m, n)**2`` for a matrix [m, n].
 
-    An orthogonalisation grows like this, and so do the eigenvectors of the shorter side. A tensor of more dimensions
-    counts as [shape[0], the rest]; a vector counts its elements.
+    The cost of an orthogonalisation grows like this. A tensor of more dimensions counts as a matrix [shape[0], product
+    of the rest]. The result for a vector is its number of elements.
     """
     if len(shape) < 2:
         return math.prod(shape)
@@ -81,7 +81,8 @@ class Transfer(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Adjacent elements of a tensor: where they are in it, in a rank's shard, in the messages to and from its owner."""
+    """Adjacent elements of a tensor, and their offsets in the tensor, in a rank's shard and in the messages to and from
+    the tensor's owner."""
 
     transfer: int  # index among the message's tensors
     offset: int  # first element, from the tensor's start
@@ -94,7 +95,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends and receives of one message. ``*_sizes`` and ``*_back`` are bytes by peer rank."""
+    """What one rank sends to the owners and receives back, and its part as an owner. Sizes are bytes by peer rank."""
 
     own: tuple[Piece, ...]  # pieces of this rank's shard in the message to their owners
     owned: tuple[Piece, ...]  # pieces of tensors that this rank owns, in the message that it receives
@@ -106,7 +107,7 @@ class Route:
 
 
 def find_route(transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], rank: int) -> Route:
-    """Plan what ``rank`` sends and receives of a message. ``layouts``: those of all buckets, over the same ranks."""
+    """Plan what ``rank`` sends and receives for the tensors ``transfers`` of a message. ``layouts``: of all buckets."""
     ranks = layouts[transfers[0].bucket].world_size if transfers else 1
     others = [other for other in range(ranks) if other != rank]
     own, own_sizes, own_back = _lay_out(transfers, layouts, [(other, rank, other) for other in others], ranks)
@@ -146,7 +147,7 @@ def _lay_out(
 
 
 class MessageBytes(NamedTuple):
-    """Bytes on one rank of one message, and of those of its tensors that the rank steps."""
+    """Bytes of one message on one rank, and of the message's tensors that this rank steps."""
 
     there: int = 0  # to the owners, sent and received
     arriving: int = 0  # received for the tensors that this rank owns

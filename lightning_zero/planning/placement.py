@@ -1,4 +1,5 @@
-"""Define each stage by its placement of roles, each offload choice by their tiers. Only this file names stages."""
+"""Define each stage by the placement (replicated or sharded) of each role, and each offload setting by the tier of each
+role. Other code reads these tables and compares no stages."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class TierRow(NamedTuple):
 
     @property
     def gathers_from_host(self) -> bool:
-        """Return whether what is gathered comes from the host, or is copied from there after a step."""
+        """Return whether compute parameters come to the device from the host or files, for gathers or after steps."""
         return self.steps_on_host or self.compute_param is not Tier.device
 
 
@@ -77,7 +78,8 @@ REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Count a bucket's collectives in a step by name. ``stays_gathered``: from each forward to its backward."""
+    """Count a bucket's collectives in a step, by name. ``stays_gathered``: parameters of stage 3 stay gathered from
+    each forward to its backward."""
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if row.compute_param is _S:
         counts["all_gather"] = micro_batches if stays_gathered else 2 * micro_batches
@@ -104,7 +106,7 @@ class Budgets(NamedTuple):
     nvme: int
 
     def with_given(self, device: int | None, host: int | None, nvme: int | None) -> Budgets:
-        """Return a copy of these budgets in which those that the user gave (not None) replace the defaults."""
+        """Return a copy of these budgets, with each argument that is not None in place of the tier's budget."""
         pairs = zip((device, host, nvme), self, strict=True)
         return Budgets(*(found if given is None else given for given, found in pairs))
 

@@ -94,7 +94,7 @@ class Work:
 
 
 def work_of(buckets: Iterable[BucketPlan], flops: float, *, micro_batches: int = 1) -> Work:
-    """Sum a rank's work in one step, except for the network. ``flops``: those of its forwards and backwards."""
+    """Return a rank's work in one step, without the network's. ``flops``: of all forwards and backwards of the step."""
     work = Work(compute=flops)
     for bucket in buckets:
         if not bucket.trainable:
@@ -176,7 +176,7 @@ def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1,
 
 
 def _summed_nbytes(bucket: BucketPlan, limits: Limits) -> int:
-    """Return the bytes that a rank sends for one sum of gradients, each rank's slice of it on that rank."""
+    """Return the bytes that a rank sends for one reduce-scatter of the bucket's gradients."""
     numel, ranks, sum_ranks = bucket.layout.numel, bucket.layout.world_size, limits.sum_ranks
     wire = numel * bucket.wire_itemsize(limits.micro_batches)
     if not (sum_ranks and ranks > sum_ranks and bucket.exchanges(limits.micro_batches)):

@@ -74,8 +74,8 @@ def _by_class(module: nn.Module, classes: list[str], *, required: bool) -> list[
 
 
 def _repeated_blocks(module: nn.Module) -> list[str]:
-    """Return the names of repeated blocks: modules whose class their ModuleList or Sequential holds at least twice.
-    Blocks inside of others are left out."""
+    """Return the names of repeated blocks: children of a ModuleList or Sequential that has several children of the same
+    class. A block inside of another block is left out."""
     chosen: list[str] = []
     for name, container in module.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -124,7 +124,8 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def owner_of(users: Iterable[str], units: Iterable[str]) -> str:
-    """Return the innermost unit that contains all of ``users``, the modules that use a parameter; "" is the root."""
+    """Return the innermost unit that contains all modules ``users`` of a parameter; "" (the root) if none of ``units``
+    does."""
     split = [name.split(".") if name else [] for name in users]
     common = split[0]
     for parts in split[1:]:

@@ -72,8 +72,8 @@ def needs_compiler(module: nn.Module) -> bool:
 
 
 def check_compiled(module: nn.Module, units: Sequence[str]) -> None:
-    """Raise a ConfigError if a module that holds ``units`` was compiled with ``fullgraph``, or one that holds layers
-    split by tensor parallelism was compiled."""
+    """Raise a ConfigError if a module that holds ``units`` was compiled with ``fullgraph``, or if a module that holds
+    layers split by tensor parallelism was compiled at all."""
     for inner in module.modules():
         if any(True for _ in _compiled_parts(inner)):
             _refuse_split(getattr(inner, "_orig_mod", inner))

@@ -26,7 +26,8 @@ from lightning_zero.planning.layout import Fragment, cut_runs
 
 
 def alike(tensors: Mapping[int, Tensor]) -> list[list[int]]:
-    """Group the keys of tensors by device and dtype, because torch's foreach operations need these equal."""
+    """Group the keys of ``tensors`` by device and dtype, because torch's foreach operations need tensors of one device
+    and dtype. Return the groups."""
     kinds: dict[object, list[int]] = {}
     for key, tensor in tensors.items():
         kinds.setdefault((tensor.device, tensor.dtype), []).append(key)
@@ -51,7 +52,8 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
 
 
 def refuse_whole(places: Iterable[Place]) -> None:
-    """Raise a RuntimeError if ``param.grad`` at ``places`` is a whole tensor, whose values the shards lack."""
+    """Raise a RuntimeError if ``param.grad`` of a parameter at ``places`` is a plain tensor, whose values may differ
+    from those in the gradient shards."""
     for place in places:
         if place.bucket.shown is Shown.PLAIN and type(place.info.param.grad) is Tensor:
             raise RuntimeError(
@@ -181,7 +183,8 @@ class GradNorms:
         return self.total([*places, *empty], norm_type) * scales.pop()
 
     def _compute(self, norm_type: float) -> dict[int, Tensor]:
-        """Return norms of all gradients, without loss scale, by parameter id. Skips partly reduced ones. Collective."""
+        """Return the norm of each gradient, without loss scale, by parameter id. Partly reduced gradients have no
+        entry. Collective."""
         self._reducer.refuse_partial()
         comm = self._comm
         infos: list[ParamInfo] = []
@@ -224,7 +227,8 @@ class GradNorms:
 
 
 def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (shard's rank, slot, values) of the reduced gradients that this rank holds, cut at borders of shards."""
+    """Cut the reduced gradients that this rank holds at the borders of shards and parameters. Yield for each part
+    (index of the shard's rank, parameter's slot, values)."""
     gradient, low = bucket.grad, bucket.owned_range[0]
     assert gradient is not None
     for rank in [bucket.comm.shard.index] if bucket.plan.shards_master else range(bucket.layout.world_size):
