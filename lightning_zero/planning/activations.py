@@ -50,11 +50,9 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
-    """Activations at two micro-batch sizes, interpolated for other sizes.
-
-    Interpolation is exact if bytes grow linearly with the size, which they do not if a loss compares samples
-    (contrastive losses). ``measure(size)`` measures another size, slowly, and returns None if the model refuses it.
-    """
+    """Activations at two micro-batch sizes, interpolated for other sizes. Interpolation is exact if bytes grow linearly
+    with the size, which they do not if a loss compares samples (contrastive losses). ``measure(size)`` measures another
+    size, slowly, and returns None if the model refuses it."""
 
     sizes: tuple[int, int]  # samples; both equal where the model accepts one size only
     measured: tuple[Activations, Activations]

@@ -55,10 +55,8 @@ def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine
 
 
 def choose_row(model: Model, machine: Machine, candidates: Candidates, rates: Rates) -> Choice:
-    """Choose the fastest stage and offload setting of ``candidates`` that fit. Raises ConfigError if none fit.
-
-    Of equally fast pairs, take the pair that sends least; of these the one that offloads least, then shards least.
-    """
+    """Choose the fastest stage and offload setting of ``candidates`` that fit. Raises ConfigError if none fit. Of
+    equally fast pairs, take the pair that sends least; of these the one that offloads least, then shards least."""
     usable = with_reserve(machine, activations_known=model.activations is not None)
     rows = [plan_row(model, stage, offload, usable, settings, rates) for stage, offload, settings in candidates]
     fitting = [row for row in rows if row.fits]
@@ -77,10 +75,8 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 
 def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConfig) -> int | None:
     """Return the largest micro-batch of a rank, in samples, with which the plan ``row`` fits, up to ``MOST_SAMPLES``.
-
     Return None if activations are unknown, or known for one size only. If possible, measure activations of the found
-    size, because bytes may grow faster than samples. ``usable``: the machine without the memory that stays free.
-    """
+    size, because bytes may grow faster than samples. ``usable``: the machine without the memory that stays free."""
     known = model.activations
     if known is None or not known.scales:
         return None

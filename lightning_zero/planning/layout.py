@@ -116,10 +116,8 @@ def lay_out(numels: Sequence[int], world_size: int) -> BucketLayout:
 
 def split_by_bytes(nbytes: Sequence[int], limit: int) -> list[list[int]]:
     """Divide items of ``nbytes`` into groups of at most ``limit`` bytes. Return each group as a list of item indices.
-
     Each item goes to the first group with enough room, so that small items (biases) share a group. An item above
-    ``limit`` is alone in a group.
-    """
+    ``limit`` is alone in a group."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index, size in enumerate(nbytes):

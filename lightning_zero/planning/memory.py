@@ -163,10 +163,8 @@ class Limits:
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
-    """Compute the peak bytes of gathered units in forward and backward, for units called in order.
-
-    ``nbytes``: gathered bytes of each unit that is dropped after use, the root first. The root stays gathered.
-    """
+    """Compute the peak bytes of gathered units in forward and backward, for units called in order. ``nbytes``: gathered
+    bytes of each unit that is dropped after use, the root first. The root stays gathered."""
     peaks = [nbytes[0] if nbytes else 0] * 2
     for _, backward, held in gathered_along(nbytes, limits):
         peaks[backward] = max(peaks[backward], held)
@@ -245,12 +243,10 @@ def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) ->
 
 
 def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
-    """Compute the bytes of unsharded gradients at the peak of the backward, beyond resting gradients.
-
-    These gradients belong to the unit whose backward runs, and to reductions in flight. On a device, gradients stay as
-    autograd made them until their bucket is complete. Gradients that each rank adds up unsharded are reduced in place
-    if the wire dtype allows. With several micro-batches, a reduced shard exists beside the resting gradient.
-    """
+    """Compute the bytes of unsharded gradients at the peak of the backward, beyond resting gradients. These gradients
+    belong to the unit whose backward runs, and to reductions in flight. On a device, gradients stay as autograd made
+    them until their bucket is complete. Gradients that each rank adds up unsharded are reduced in place if the wire
+    dtype allows. With several micro-batches, a reduced shard exists beside the resting gradient."""
     trainable, count = [b for b in buckets if b.trainable], limits.micro_batches
 
     def filled(bucket: BucketPlan) -> int:

@@ -24,11 +24,9 @@ MESSAGE_ALIGN = 16  # bytes; every dtype can be read at such an offset
 
 
 def matrix_work(shape: Sequence[int]) -> int:
-    """Estimate the cost of stepping a tensor: ``max(m, n) * min(m, n)**2`` for a matrix [m, n].
-
-    The cost of an orthogonalisation grows like this. A tensor of more dimensions counts as a matrix [shape[0], product
-    of the rest]. The result for a vector is its number of elements.
-    """
+    """Estimate the cost of stepping a tensor: ``max(m, n) * min(m, n)**2`` for a matrix [m, n]. The cost of an
+    orthogonalisation grows like this. A tensor of more dimensions counts as a matrix [shape[0], product of the rest].
+    The result for a vector is its number of elements."""
     if len(shape) < 2:
         return math.prod(shape)
     rows, columns = shape[0], math.prod(shape[1:])
@@ -52,10 +50,8 @@ def split_messages(nbytes: Sequence[int], units: Sequence[int], limit: int) -> l
 
 
 def choose_owners(costs: Sequence[int], ranks: int, kept: Sequence[int | None]) -> list[int]:
-    """Choose the owner of each tensor: the largest tensor first, each to the least loaded rank (LPT; Graham 1969).
-
-    The result is within 4/3 of the optimum. ``kept``: the owner that has a tensor's state already; ``None``: choose.
-    """
+    """Choose the owner of each tensor: the largest tensor first, each to the least loaded rank (LPT; Graham 1969). The
+    result is within 4/3 of the optimum. ``kept``: the owner that has a tensor's state already; ``None``: choose."""
     owners = [0 if owner is None else owner for owner in kept]
     total = [0] * ranks
     for cost, owner in zip(costs, kept, strict=True):
@@ -119,11 +115,8 @@ def find_route(transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], r
 def _lay_out(
     transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
-    """Lay out pieces of tensors in the messages between a rank and its peers.
-    ``pairs``: (peer, rank with the shard, owner).
-
-    Returns the pieces, and by peer the bytes of the messages to the owners and of the messages back.
-    """
+    """Lay out pieces of tensors in the messages between a rank and its peers. ``pairs``: (peer, rank with the shard,
+    owner). Returns the pieces, and by peer the bytes of the messages to the owners and of the messages back."""
     pieces: list[Piece] = []
     sizes, backs = [0] * ranks, [0] * ranks
     there = back = 0

@@ -117,13 +117,11 @@ def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budg
 
 
 def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRow]:
-    """Choose the tiers of each unit's optimizer: first units on the device, then the host, then files.
-
-    The next forward needs the first units first, so their optimizer gets the fastest tier. Gradients rest on the device
-    if their optimizer does, else on the host. The device takes as many units as fit. The host keeps space for the
-    gradients of all other units, and takes the optimizers of as many of those units as then fit. Raises ConfigError,
-    with the partial plan, if the budgets are too small.
-    """
+    """Choose the tiers of each unit's optimizer: first units on the device, then the host, then files. The next forward
+    needs the first units first, so their optimizer gets the fastest tier. Gradients rest on the device if their
+    optimizer does, else on the host. The device takes as many units as fit. The host keeps space for the gradients of
+    all other units, and takes the optimizers of as many of those units as then fit. Raises ConfigError, with the
+    partial plan, if the budgets are too small."""
     state = [unit.state_nbytes for unit in units]
     grad = [unit.grad_nbytes for unit in units]
     count = len(units)

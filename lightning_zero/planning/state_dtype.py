@@ -17,9 +17,7 @@ DEVICE_CHUNK = 1 << 23  # elements of a piece on a device
 
 def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
     """Divide an optimizer step of ``numel`` elements into pieces. Return the elements of a piece and the thread count.
-
-    ``threads``: host threads that are available; ``None``: the step runs on a device.
-    """
+    ``threads``: host threads that are available; ``None``: the step runs on a device."""
     if threads is None:
         return DEVICE_CHUNK, 1
     most = max(MIN_CHUNK, min(MAX_CHUNK, HOST_CHUNKS // threads // BLOCK * BLOCK))

@@ -171,10 +171,8 @@ def is_even(names: Sequence[str]) -> bool:
 
 def rounds_of(rank: int, world_size: int) -> list[list[int]]:
     """Return groups that contain ``rank``. An all-reduce in each group, one after another, equals one over all ranks.
-
     Read ranks as numbers whose digits have the groups' sizes as bases: the ranks of a group differ in one digit. A ring
-    all-reduce of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5.
-    """
+    all-reduce of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5."""
     found, stride = list[list[int]](), 1
     while stride < world_size:
         left = world_size // stride

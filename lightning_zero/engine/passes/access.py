@@ -110,13 +110,10 @@ class Access:
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str, *, saves: bool = False) -> list[Unit]:
-        """Gather the units of ``params`` for the user's ``operation``. Return the units that were gathered for this,
-        which the caller must reshard after the operation. Between passes of a run show their masters instead.
-
-        ``saves``: autograd will save the values.
-
-        Raises RuntimeError outside of a run if a unit reshards.
-        """
+        """Gather the units of ``params`` for the user's ``operation``. Return the units that the caller must reshard
+        after the operation. Between the passes of a run, show the parameters' masters instead and return no units.
+        ``saves``: whether autograd will save the values. Raises RuntimeError if parameters are sharded between passes
+        outside of a run."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         places = [self._place_of(param) for param in params]

@@ -112,9 +112,7 @@ class GradNorms:
     @outside_autograd
     def norm(self, info: ParamInfo, norm_type: float, dtype: torch.dtype | None) -> Tensor:
         """Return ``param.grad.norm(norm_type)`` as DDP would, loss scale included: 0-d, on the device. Collective.
-
-        Raises RuntimeError after a backward that raised, and for a gradient that is only partly reduced.
-        """
+        Raises RuntimeError after a backward that raised, and for a gradient that is only partly reduced."""
         if norm_type not in self.tables:
             self._finish_pending()
             self.tables[norm_type] = self._compute(norm_type)
@@ -136,10 +134,8 @@ class GradNorms:
 
     @outside_autograd
     def total(self, places: Iterable[Place], norm_type: float) -> Tensor:
-        """Return the norm of all reduced gradients at ``places``: 0-d, fp32 (fp64 for fp64). Collective.
-
-        Raises RuntimeError on all ranks if gradients are not reduced yet, or ``param.grad`` is a whole tensor.
-        """
+        """Return the norm of all reduced gradients at ``places``: 0-d, fp32 (fp64 for fp64). Collective. Raises
+        RuntimeError on all ranks if gradients are not reduced yet, or ``param.grad`` is a whole tensor."""
         if not norm_type > 0.0:
             raise ValueError(
                 f"the norm of gradients: expected a norm type above 0, or inf, got {norm_type}. Read gradients inside "

@@ -79,11 +79,9 @@ class BucketGrads:
         self._choose_scales()
 
     def _choose_scales(self) -> None:
-        """Decide whether to multiply each gradient on arrival or the reduced sum by ``scale``: set the factors
-        ``scale_on_arrival`` and ``scale_of_sum``. All ranks decide alike.
-
-        Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
-        """
+        """Set the factors ``scale_on_arrival``, by which each arriving gradient is multiplied, and ``scale_of_sum``, by
+        which the reduced sum is: one is ``scale``, the other 1. All ranks decide alike. Scaling the sum is cheaper, and
+        exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38)."""
         wide = torch.float16 not in (self.bucket.dtypes.reduce, self.local_dtype)
         later = self._exchanges or (self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5)
         self.scale_on_arrival, self.scale_of_sum = (1.0, self.scale) if later else (self.scale, 1.0)
@@ -141,7 +139,7 @@ class BucketGrads:
             self.written.add(slot)
 
     def copy_in(self) -> None:
-        """Copy the gradients in ``waiting`` into the local buffer, in one call for all."""
+        """Copy the gradients in ``waiting`` into the local buffer, or add them, by one call of a foreach operation."""
         waiting, self.waiting = self.waiting, {}
         if len(waiting) < 2:
             for slot, grad in waiting.items():
@@ -318,7 +316,8 @@ class Reducer:
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:
-        """Return the factor that turns a bucket's local buffer into this rank's gradients before loss scaling."""
+        """Return the factor by which to multiply a bucket's local buffer to get this rank's gradients of the unscaled
+        loss."""
         grads = self.grads[bucket]
         return 1.0 / grads.scale_on_arrival / self.loss_scale
 
