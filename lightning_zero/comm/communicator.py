@@ -312,8 +312,7 @@ class Communicator:
         self.streams.wait(event)
 
     def all_gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Gather a small object from each rank, in rank order. Blocks. Collective. ``what``: the purpose, in words; the
-        same on all ranks."""
+        """Gather a small object from each rank, in rank order. Blocks. Collective. ``what``: the purpose, in words."""
         if self._groups is None:
             return [value]
         with self._noting_exceptions():

@@ -83,8 +83,7 @@ class Groups:
 
     @property
     def all_issued(self) -> list[int]:
-        """Return how many operations of each kind this rank has issued, in the order of :data:`OPERATIONS`. See
-        [Note: what resume may trust]."""
+        """Return this rank's number of operations of each kind, in the order of :data:`OPERATIONS`."""
         assert self.issued.keys() <= set(OPERATIONS)
         return [self.issued[kind] for kind in OPERATIONS]
 
@@ -165,8 +164,7 @@ class _Parent(NamedTuple):
 
 class GroupPool:
     """Keeps process groups for reuse, because torch never frees groups. Ranks drop their communicators at different
-    moments, so all ranks agree on which groups are free. A group on which ranks have issued unequal numbers of
-    operations is not reused."""
+    moments, so all ranks agree on which groups are free. Groups with unequal operation counts are not reused."""
 
     def __init__(self) -> None:
         self._parents: list[_Parent] = []

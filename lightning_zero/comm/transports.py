@@ -39,8 +39,8 @@ class Sent(NamedTuple):
 
 class Transport(Protocol):
     """Sends logical operations as messages. All methods are asynchronous and collective and need contiguous tensors.
-    ``exchanges``: whether reductions can use :func:`exchange`. ``waits_on_host``: whether the host waits even for
-    messages of device tensors."""
+    ``exchanges``: whether reductions can use :func:`exchange`. ``waits_on_host``: the host waits for device messages
+    too."""
 
     exchanges: bool
     waits_on_host: bool = False
@@ -64,8 +64,7 @@ class Transport(Protocol):
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
     ) -> Sent:
         """Sum ``full`` [size * n] over ranks. The result is this rank's slice of the sum [n]. Collective. ``in_place``:
-        the sum may be stored in ``full``. ``total_dtype``: the sum's dtype, reached by :func:`exchange`; None: the
-        dtype of ``full``."""
+        the sum may be stored in ``full``. ``total_dtype``: of the sum, by :func:`exchange`; None: that of ``full``."""
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:

@@ -14,8 +14,8 @@ Event = object  # defined by the device; None on the host
 
 
 class Accelerator:
-    """The interface to a device. This base class is the host. ``has_streams``: whether the device has streams, and
-    memory apart from host memory."""
+    """The interface to a device. This base class is the host. ``has_streams``: the device has streams and its own
+    memory."""
 
     has_streams: bool = False
 
@@ -59,8 +59,7 @@ class Accelerator:
         """Make the host wait for all work of the device."""
 
     def moment(self) -> Any:
-        """Return the present for :meth:`seconds`: an event after all work queued so far; on the host, a clock's
-        time."""
+        """Return the present for :meth:`seconds`: an event after all queued work; on the host, the time of a clock."""
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:

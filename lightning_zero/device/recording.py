@@ -186,8 +186,7 @@ def moved(kind: str, nbytes: int) -> None:
 
 
 def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:
-    """Begin and return a span of ``lane``; None if spans are not kept. ``on_host``: use the host's clock on a GPU
-    too."""
+    """Begin and return a span of ``lane``; None if no spans are kept. ``on_host``: use the host's clock on GPUs too."""
     return None if recorder is None or recorder.spans is None else Open(recorder, lane, what, on_host=on_host)
 
 

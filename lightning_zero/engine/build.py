@@ -53,8 +53,7 @@ LIVE: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 def instances() -> set[int]:
-    """Return the numbers that this process's engines use in file names of offloaded shards. A new engine takes another
-    number."""
+    """Return the numbers that this process's engines use in file names of offloaded shards."""
     return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 

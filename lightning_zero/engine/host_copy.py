@@ -51,8 +51,7 @@ class HostCopy:
         self._seen = [bucket.storage.changes for bucket in buckets]
 
     def still_equals(self, buckets: Sequence[Bucket]) -> bool:
-        """Return whether the copy still equals this rank's masters of ``buckets``. Call only when no step is
-        running."""
+        """Return whether the copy equals this rank's masters of ``buckets``. No step may be running."""
         if self._seen != [bucket.storage.changes for bucket in buckets]:
             return False
         # Where parameters are the masters themselves, user code can write to masters unseen: compare the values.
@@ -80,8 +79,7 @@ def nbytes_of(buckets: Iterable[Bucket]) -> int:
 
 
 def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
-    """Return a tensor in the shape of a parameter that uses ``memory`` from byte ``start``. ``torch.save`` of the
-    tensor writes only its bytes."""
+    """Return a parameter's tensor on ``memory``, from byte ``start``. ``torch.save`` of it writes only its bytes."""
     if not info.numel:
         return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)

@@ -19,8 +19,7 @@ R = TypeVar("R")
 
 
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate ``method`` to run with grad mode and inference mode off. Operations on parameters inside of ``method``
-    do not gather the parameters."""
+    """Decorate ``method`` to run with grad and inference mode off. Its operations on parameters do not gather."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

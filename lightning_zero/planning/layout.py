@@ -140,8 +140,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join adjacent fragments that have equal ``keys`` into runs, without those of key None. Return (key, run)
-    pairs."""
+    """Join adjacent fragments with equal ``keys`` into runs, except those of key None. Return (key, run) pairs."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

@@ -172,8 +172,8 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
 
 
 def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
-    """Yield (unit, whether in the backward, bytes of all gathered units) for each use of a unit, in order. ``nbytes``:
-    as in :func:`gathered_peaks`."""
+    """Yield (unit, whether in the backward, bytes of gathered units) per use. ``nbytes``: see
+    :func:`gathered_peaks`."""
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
     cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
@@ -227,8 +227,8 @@ def peak_bytes(
 
 
 def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of a rank's share of the units (all but the root) that its node keeps for the backward; 0 if
-    nodes keep none."""
+    """Return the bytes of a rank's slices of units, without the root, that its node keeps for the backward; 0 if
+    none."""
     if not limits.node_ranks:
         return 0
     return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)

@@ -77,8 +77,7 @@ class Transfer(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Adjacent elements of a tensor, and their offsets in the tensor, in a rank's shard and in the messages to and from
-    the tensor's owner."""
+    """Adjacent elements of a tensor: their offsets in the tensor, in a shard and in messages to and from the owner."""
 
     transfer: int  # index among the message's tensors
     offset: int  # first element, from the tensor's start

@@ -78,8 +78,8 @@ REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Count a bucket's collectives in a step, by name. ``stays_gathered``: parameters of stage 3 stay gathered from
-    each forward to its backward."""
+    """Count a bucket's collectives in a step, by name. ``stays_gathered``: from each forward to its backward (stage
+    3)."""
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if row.compute_param is _S:
         counts["all_gather"] = micro_batches if stays_gathered else 2 * micro_batches

@@ -121,8 +121,7 @@ class Cursor:
         return taken
 
     def rest(self) -> list[int]:
-        """Return all remaining units and advance to the end. The caller must gather these units, because other ranks
-        may need them."""
+        """Return all remaining units, which the caller must gather for other ranks, and advance to the end."""
         return [self._take() for _ in range(len(self.plan.entries) - self.position)]
 
     def up_to_number(self, taken: int) -> list[int]:

@@ -30,8 +30,7 @@ EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would b
 
 
 class Topology(NamedTuple):
-    """The groups of ranks that share shards, that together keep gathered units, and that sum gradients first. Equal on
-    all ranks."""
+    """The groups of ranks that share shards, keep gathered units, or sum gradients first. Equal on all ranks."""
 
     shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
     node_groups: tuple[tuple[int, ...], ...] = ()  # empty: units are not kept

@@ -122,8 +122,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def owner_of(users: Iterable[str], units: Iterable[str]) -> str:
-    """Return the innermost unit that contains all modules ``users`` of a parameter; "" (the root) if none of ``units``
-    does."""
+    """Return the innermost unit that contains all modules ``users`` of a parameter; "" (the root) if no unit does."""
     split = [name.split(".") if name else [] for name in users]
     common = split[0]
     for parts in split[1:]:

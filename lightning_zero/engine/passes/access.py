@@ -32,8 +32,7 @@ from lightning_zero.engine.units.unit import Unit, Units
 
 
 class Access:
-    """Handles users' reads and writes of parameters. Parameters call an object of this class as their ``Owner``
-    (``units/param.py``)."""
+    """Handles users' reads and writes of parameters, which call this object as their ``Owner`` (``units/param.py``)."""
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._place_of = units.place_of

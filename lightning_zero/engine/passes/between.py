@@ -125,8 +125,7 @@ class Between:
         self.pass_ends()
 
     def end_run(self) -> None:
-        """Refuse uses between steps from now on, because ranks may run different code. Call :meth:`close` before. Sends
-        no message."""
+        """Refuse uses between steps from now on: ranks may run different code. Call :meth:`close` before."""
         self.forget()
         self.pass_begins()
         self.in_run = False
@@ -151,8 +150,7 @@ class Between:
             bucket.hide_rounded(False)
 
     def pass_ends(self) -> None:
-        """In buckets that stay gathered, let each use of a parameter call the engine, which shows the masters: a pass
-        ends."""
+        """In buckets that stay gathered, let uses of parameters call the engine, which shows masters: a pass ends."""
         for bucket in self.rounded:
             bucket.hide_rounded(True)
 
@@ -296,8 +294,8 @@ class Between:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Copy values that users have written to the masters. Raises RuntimeError on all ranks if ranks have written
-        different values. Collective."""
+        """Copy values that users have written to the masters. All ranks raise RuntimeError if values differ.
+        Collective."""
         self._take_over(list(self.memory), [], "writes to parameters between steps")
 
     def close(self) -> None:
@@ -379,8 +377,7 @@ class Between:
                 self.memory[bucket].checksums = self.memory[bucket].all_checksums()
 
     def _written(self, bucket: Bucket) -> list[int]:
-        """Return the slots of the parameters of ``bucket`` that users' code on this rank may have written to since the
-        last call."""
+        """Return the slots of parameters that users may have written to on this rank since the last call."""
         memory = self.memory[bucket]
         if memory.checksums is not None:  # views alone are left
             now = memory.all_checksums()

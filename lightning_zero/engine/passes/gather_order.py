@@ -151,8 +151,7 @@ class GatherOrder:
         self._free_leaving()
 
     def call_ends(self) -> None:
-        """Under ``zero.dynamic_graph``, take part in gathers until all ranks have left their outermost module call.
-        Collective."""
+        """Under ``dynamic_graph``, take part in gathers until all ranks have left their outermost call. Collective."""
         # Users' own messages may follow the call, so every rank must have its units by then.
         if self._config.dynamic_graph and self._agreeing:
             self._serve_until(CALLED, DONE, MEETS)

@@ -26,8 +26,7 @@ from lightning_zero.planning.layout import Fragment, cut_runs
 
 
 def alike(tensors: Mapping[int, Tensor]) -> list[list[int]]:
-    """Group the keys of ``tensors`` by device and dtype, because torch's foreach operations need tensors of one device
-    and dtype. Return the groups."""
+    """Return the keys of ``tensors``, grouped by device and dtype, as torch's foreach operations need."""
     kinds: dict[object, list[int]] = {}
     for key, tensor in tensors.items():
         kinds.setdefault((tensor.device, tensor.dtype), []).append(key)
@@ -179,8 +178,7 @@ class GradNorms:
         return self.total([*places, *empty], norm_type) * scales.pop()
 
     def _compute(self, norm_type: float) -> dict[int, Tensor]:
-        """Return the norm of each gradient, without loss scale, by parameter id. Partly reduced gradients have no
-        entry. Collective."""
+        """Return the norm of each completely reduced gradient, without loss scale, by parameter id. Collective."""
         self._reducer.refuse_partial()
         comm = self._comm
         infos: list[ParamInfo] = []

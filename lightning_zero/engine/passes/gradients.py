@@ -227,8 +227,7 @@ class BucketGrads:
         self._zero_reduced(slot)
 
     def _zero_reduced(self, slot: int) -> None:
-        """Zero the reduced gradient of ``slot`` and the padding after it, which is NaN if gradients that were not
-        finite have been clipped."""
+        """Zero the reduced gradient of ``slot`` and the padding after it, which clipping may have made NaN."""
         (low, high), layout = self.bucket.owned_range, self.bucket.layout
         stop = layout.slots[slot + 1].start if slot + 1 < len(layout.slots) else layout.numel
         if (grad := self.bucket.grad) is not None:
@@ -239,8 +238,7 @@ class Reducer:
     """Issues reductions in one order on all ranks and adds their results to the gradient stores."""
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator, max_in_flight_nbytes: int) -> None:
-        """``max_in_flight_nbytes``: bound on the bytes of buffers of reductions in flight. It is exceeded where a wait
-        for a reduction could deadlock."""
+        """``max_in_flight_nbytes``: bound on bytes of reductions in flight, exceeded where a wait could deadlock."""
         self.comm = comm
         self.pass_begins(one_path=False)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
@@ -264,8 +262,7 @@ class Reducer:
         self._max_in_flight_nbytes = max_in_flight_nbytes
 
     def pass_begins(self, *, one_path: bool) -> None:
-        """Start to count the reductions of a pass. ``one_path``: whether all ranks are expected to use the same units
-        in the same order."""
+        """Start to count the reductions of a pass. ``one_path``: all ranks are expected to use the same units."""
         self.issued = self.issued_everywhere = 0  # by this rank; at least so many by each rank
         self.one_path = one_path
 
@@ -316,15 +313,13 @@ class Reducer:
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:
-        """Return the factor by which to multiply a bucket's local buffer to get this rank's gradients of the unscaled
-        loss."""
+        """Return the factor from a bucket's local buffer to this rank's gradients of the unscaled loss."""
         grads = self.grads[bucket]
         return 1.0 / grads.scale_on_arrival / self.loss_scale
 
     @without_history
     def accept_grad(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Store ``grad``, which autograd has computed for the parameter at ``slot`` of ``bucket``. Issue the reductions
-        that have become ready."""
+        """Store ``grad``, computed by autograd for the parameter at ``slot``. Issue reductions that became ready."""
         grads = self.grads[bucket]
         late = grads.store_grad(slot, grad)
         if not grads.reduces:
@@ -373,8 +368,7 @@ class Reducer:
         return maxima
 
     def refuse_unreduced(self, places: Iterable[Place]) -> None:
-        """Raise RuntimeError on all ranks if any rank has unreduced gradients of parameters at ``places``.
-        Collective."""
+        """Raise RuntimeError on all ranks if any rank has unreduced gradients at ``places``. Collective."""
         places = list(places)
         self.refuse_partial(places)
         if self.unreduced:
@@ -387,8 +381,7 @@ class Reducer:
                 )
 
     def refuse_partial(self, places: Iterable[Place] | None = None) -> None:
-        """Raise RuntimeError if a gradient at ``places`` (None: any gradient) is incomplete because a backward
-        raised."""
+        """Raise RuntimeError if a gradient at ``places`` (None: any) is incomplete because a backward raised."""
         partial = [bucket for bucket, grads in self.grads.items() if grads.partial]
         if partial and places is not None:
             partial = [b for b, info in places if info.slot in self.grads[b].partial]

@@ -102,8 +102,7 @@ class Hooks:
     # -- registration -----------------------------------------------------------------------------------------------
 
     def watch_unit(self, unit: Unit, target: nn.Module) -> None:
-        """Register forward hooks on ``target``, the unit's module. The pre-hook runs before users' pre-hooks, which so
-        see gathered weights."""
+        """Hook calls of ``target``, the unit's module. The pre-hook is first: users' hooks see gathered weights."""
 
         def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             self._pre_forward(unit, args, kwargs)
@@ -117,8 +116,7 @@ class Hooks:
         self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
     def watch_calls(self, module: nn.Module) -> None:
-        """Register hooks on ``module``, which holds units, so that :meth:`Passes.call_ends` is called after the
-        outermost call of such modules."""
+        """Hook ``module``: call :meth:`Passes.call_ends` after the outermost call of modules that hold units."""
 
         def before(*_: object) -> None:
             self._depth += 1
@@ -167,8 +165,7 @@ class Hooks:
         self._watched[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
 
     def come_last(self) -> None:
-        """Make the engine's gradient hooks, which set ``param.grad`` to None, run after all gradient hooks that users
-        have registered."""
+        """Make the engine's gradient hooks, which set ``param.grad`` to None, run after all gradient hooks of users."""
         for param, handle in self._watched.values():
             hooks: dict[int, object] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
             if next(reversed(hooks)) != handle.id:

@@ -84,8 +84,7 @@ class Passes:
 
     @property
     def key(self) -> str | None:
-        """Return the kind of the open pass; None between passes. Passes of the same kind should use units in the same
-        order."""
+        """Return the kind of the open pass; None between passes. Passes of a kind should use units in one order."""
         return self._open.key
 
     @property
@@ -141,8 +140,7 @@ class Passes:
         return self.key is None
 
     def meet(self, what: str) -> None:
-        """Wait until all ranks call this method for the operation ``what`` (in words), which gathers masters.
-        Collective."""
+        """Wait until all ranks call this for the operation ``what``, which gathers masters. Collective."""
         if self.key is None or self.in_backward:
             self.comm.gather_checked(None, what)
         else:
@@ -166,8 +164,7 @@ class Passes:
             self.between.pass_begins()
 
     def recover(self, what: str = "going on after an exception") -> None:
-        """Resynchronize the ranks if an exception has ended a pass. ``what``: the operation that follows, for errors.
-        Collective."""
+        """Resynchronize the ranks if an exception has ended a pass. ``what``: the next operation. Collective."""
         if self.aborted:
             # ``resume`` compares the ranks' numbers of operations. How many param syncs a rank has issued depends on
             # its worker thread, so each rank issues all param syncs first: equal numbers then mean equal operations.
@@ -200,8 +197,7 @@ class Passes:
 
     @contextlib.contextmanager
     def scope(self, key: str, *, evaluation: bool) -> Iterator[None]:
-        """Context manager that runs its body as a step, in passes of kind ``key``; see ``Engine.step_scope``.
-        Collective."""
+        """Context manager that runs its body as a step of kind ``key``; see ``Engine.step_scope``. Collective."""
         self.leave()
         self._ordinal = 0
         self._scope = Scope(key, evaluation)
@@ -221,8 +217,7 @@ class Passes:
 
     @outside_autograd
     def abort(self) -> None:
-        """Close the pass and reset units after an exception. Sends no message. Waits up to 10 s for messages in
-        flight."""
+        """Close the pass after an exception. Sends no message. Waits up to 10 s for messages in flight."""
         # One deadline for all messages: one deadline each would add up to hours if a peer is dead.
         deadline = time.monotonic() + ABANDON_S
         self.aborted = True
@@ -295,8 +290,7 @@ class Passes:
                 self.between.close()
 
     def under_way(self) -> str | None:
-        """Return a text that says which step, backward or pass has begun and not ended, for error messages; None if
-        none has."""
+        """Return in words which step, backward or pass has begun and not ended, for errors; None if none has."""
         self.forget_failed()
         if self._scope is not None:
             return "inside a step (training_step, validation_step, or engine.step_scope())"
@@ -307,8 +301,7 @@ class Passes:
         return None
 
     def plans_changed(self, config: ZeroConfig) -> None:
-        """Forget the recorded orders of gathers and reductions, because buckets have new plans. ``config``: the new
-        settings."""
+        """Forget the recorded orders of gathers and reductions: buckets have new plans, by the settings ``config``."""
         self.config = config
         self.order.plans_changed()
         self.between.plans_changed()
@@ -370,8 +363,7 @@ class Passes:
             self.order.call_ends()
 
     def forward_raised(self) -> None:
-        """Abort the pass after the outermost module call has raised. Does nothing inside :meth:`scope`, which aborts
-        the pass itself."""
+        """Abort the pass after the outermost call has raised. Does nothing inside :meth:`scope`, which aborts."""
         if self._scope is None:
             self.abort()
 
@@ -435,8 +427,7 @@ class Passes:
         self._needed = None
 
     def backward_begins(self) -> None:
-        """Start a backward, unless a backward has started and not ended. Every hook that autograd calls in a backward
-        calls this method first."""
+        """Start a backward, unless one is running. Called first by every hook that autograd calls in a backward."""
         if self.phase is Phase.IMPLICIT_BACKWARD and self._noticed() is None:
             self.forget_failed()
         if self.phase is not Phase.BACKWARD and self.phase is not Phase.IMPLICIT_BACKWARD:
@@ -453,8 +444,7 @@ class Passes:
 
     @contextlib.contextmanager
     def looking(self, look: Look) -> Iterator[None]:
-        """Context manager in which gradients of backwards are passed to ``look(info, grad)`` and not stored.
-        Collective."""
+        """Context manager in which gradients are passed to ``look(info, grad)`` and not stored. Collective."""
         self.leave()
         with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos):
             self.look = look
@@ -549,8 +539,7 @@ class Passes:
             self.order.reshard(unit)
 
     def _graph_task_gone(self) -> None:
-        """Set ``param.grad`` again after an exception in ``loss.backward()``, so that a later ``zero_grad()`` of the
-        user is noticed."""
+        """Set ``param.grad`` again after ``loss.backward()`` raised, so that a later ``zero_grad()`` is noticed."""
         if self.phase is Phase.IMPLICIT_BACKWARD:
             self.sharded_grads.place_used()
 

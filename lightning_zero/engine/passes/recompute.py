@@ -71,8 +71,7 @@ class UnitForward:
         self._put()
 
     def put_around(self, around: Around) -> None:
-        """From now on, call ``around(self, args, kwargs)`` in place of the forward. ``around`` must call
-        :attr:`inner`."""
+        """From now on call ``around(self, args, kwargs)`` as the forward. ``around`` must call :attr:`inner`."""
         self._around = around
         self._put()
 
@@ -169,8 +168,7 @@ class StateReplay:
 
 
 def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
-    """Raise a ConfigError if ``config`` recomputes or compiles units, and ``blocks``, the units without the root, is
-    empty."""
+    """Raise a ConfigError if ``config`` recomputes or compiles units, and ``blocks`` (all but the root) is empty."""
     asked = []
     if config.activation_checkpointing is not Recompute.none:
         setting = "zero.activation_checkpointing"
@@ -187,8 +185,7 @@ def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
 
 
 class Recomputation:
-    """Runs a unit's forward under activation checkpointing. The context ``keeping()`` decides where the unit's inputs
-    are saved."""
+    """Runs a unit's forward under activation checkpointing. ``keeping()``: the context that saves its inputs."""
 
     def __init__(self, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self.passes, self.state, self._kind = ref(passes), StateReplay(module), type(module)
@@ -240,8 +237,7 @@ class _Input:
 
 
 class _InputsOfBlock:
-    """The saved inputs of one block's call. Autograd's graph refers to this object, so inputs are freed with the
-    graph."""
+    """The saved inputs of one call of a block. Autograd's graph holds this object, and frees inputs with itself."""
 
     def __init__(self, streams: Streams, before: _InputsOfBlock | None) -> None:
         self._streams, self._before = streams, ref(before) if before is not None else lambda: None

@@ -56,8 +56,7 @@ class _Saved(NamedTuple):
 
 
 class _Outer(NamedTuple):
-    """A value packed by outer saved-tensor hooks (the user's or a checkpoint's), and the function that unpacks the
-    value."""
+    """A value packed by outer saved-tensor hooks (the user's or a checkpoint's), and the function that unpacks it."""
 
     value: object
     unpack: Callable[..., Tensor]
@@ -105,8 +104,7 @@ class SavedWeights:
         return lambda tensor: self._pack_inside(tensor, pack, unpack), self._unpack
 
     def owner_of(self, tensor: Tensor) -> Unit | None:
-        """Return the unit whose buffer, dropped after use, has the memory of ``tensor``; None if there is no such
-        unit."""
+        """Return the unit whose buffer, dropped after use, has the memory of ``tensor``; None if no unit's has."""
         try:
             # Of a DTensor over a split parameter, the tensor inside.
             return self._unit_of.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)

@@ -103,8 +103,7 @@ class ShardedGrad(Tensor):
         return self if self.shown is None else self.shown.of
 
     def read(self) -> Tensor:
-        """Return the current values: the gathered gradient or, for a view, its part of the gathered gradient.
-        Collective."""
+        """Return the current values: the gathered gradient, or a view's part of the gathered gradient. Collective."""
         if self.shown is None:
             return self.owner.gather(self.info)
         owner = self._owner()
@@ -115,8 +114,7 @@ class ShardedGrad(Tensor):
         return self.shown.values
 
     def take_over(self, values: Tensor) -> None:
-        """Store ``values``, a result of :meth:`read` that an operation has written to, in the shards of the
-        gradient."""
+        """Store ``values``, a result of :meth:`read` that an operation has written to, in the gradient's shards."""
         owner = self._owner()
         if owner is not None and owner.shows(self._root):
             owner.write(self.info, values if self.shown is None else self.shown.whole)

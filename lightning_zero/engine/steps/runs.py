@@ -168,8 +168,7 @@ class Runs:
             self.optimizer.state.pop(run.tensor, None)
 
     def reload(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
-        """Cut a bucket's new owned range into runs, and fill their state from `states`, which are whole tensors. Keep
-        step counts."""
+        """Cut a bucket's new owned range into runs, and fill their state from the whole tensors ``states``."""
         for _, run in self.grouped(bucket):
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
@@ -179,8 +178,7 @@ class Runs:
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
     def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
-        """Yield (fragment, state) for each parameter's fragment on this rank. Element-wise state tensors are given as
-        :class:`FlatSlice`."""
+        """Yield (fragment, state) of each fragment on this rank, with element-wise state as :class:`FlatSlice`."""
         for run in self.runs_of(bucket):
             for fragment in run.run.fragments if self.optimizer.state.get(run.tensor) else ():
                 yield fragment, self._sliced(run, fragment.start - run.run.start, fragment.numel)

@@ -127,8 +127,7 @@ class StepWorker:
             raise
 
     def _fail(self, error: BaseException, *taken: StepJob | None) -> None:
-        """Set `error` as the result of all queued jobs, of the jobs `taken` from the queue and of jobs submitted
-        later."""
+        """Set `error` as the result of queued jobs, of jobs `taken` from the queue, and of jobs submitted later."""
         with self._lock:
             self._error = error if self._error is None else self._error
             left, self._waiting = self._waiting, []
@@ -155,8 +154,7 @@ class StepWorker:
 
 
 class AfterStep:
-    """Runs one engine's offloaded steps on the rank's `cores` (a number), and issues param syncs (gathers after
-    steps)."""
+    """Runs one engine's offloaded steps on `cores` cores, and issues param syncs (gathers after steps)."""
 
     def __init__(self, units: Sequence[Unit], streams: Streams, cores: int) -> None:
         self._units = units
@@ -182,8 +180,7 @@ class AfterStep:
         }
 
     def plans_changed(self) -> None:
-        """Count references, as :meth:`count_references` does, for buckets that have param syncs only under their new
-        plans."""
+        """Call :meth:`count_references` for buckets that have param syncs only under their new plans."""
         known = self._references
         self.count_references()
         self._references |= {bucket: n for bucket, n in known.items() if bucket in self._references}
@@ -211,8 +208,7 @@ class AfterStep:
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """Schedule param syncs of the `changed` buckets, whose masters have changed or will change by a queued step.
-        Collective."""
+        """Schedule param syncs of `changed` buckets, whose masters are new or will be after a step. Collective."""
         viewed = []
         for unit in self._units:
             if not (buckets := [b for b in unit.buckets if b in changed]):

@@ -188,8 +188,7 @@ class Bucket:
 
     @property
     def grad(self) -> Tensor | None:
-        """Return the reduced gradient [owned numel] in grad_dtype; None if there is none. Waits for the end of a copy
-        to host memory."""
+        """Return the reduced gradient [owned numel] in grad_dtype, or None. Waits for a copy to host memory."""
         return self.grad_store.value
 
     def grad_fragment(self, slot: int) -> GradFragment | None:
@@ -203,13 +202,11 @@ class Bucket:
 
     @property
     def master(self) -> Tensor:
-        """Return the masters [owned numel]. If they rest in files, the tensor is readable only while the storage is
-        open."""
+        """Return the masters [owned numel]. Masters in files are readable only while the storage is open."""
         return self.storage.master
 
     def share(self, values: Tensor) -> None:
-        """Fill the full buffer from the `values` [owned numel] of all ranks, if the bucket stays gathered between uses.
-        Collective."""
+        """Fill the full buffer from all ranks' `values` [owned numel], if the bucket stays gathered. Collective."""
         if not self.plan.reshards:
             self._own_part.copy_(values)
             if self.plan.shards_master:
@@ -232,8 +229,7 @@ class Bucket:
             self.storage = ResidentStorage(self._own_part, is_exposed=True)
 
     def _make_param_store(self, values: Tensor) -> None:
-        """Make the parameter store that `plan.params_rest` names. `values` [owned numel]: this rank's parameters, in
-        any dtype."""
+        """Make the store named by `plan.params_rest`. `values` [owned numel]: this rank's parameters, in any dtype."""
         own, dtype, tiers = self._own_part, self.dtypes.compute, self._tiers
         match self.plan.params_rest:
             case ParamsRest.full_is_master:
@@ -323,8 +319,7 @@ class Bucket:
             self.full.release()
 
     def copy_master_to_params(self) -> None:
-        """Update this rank's compute parameters in the parameter store from the masters, after masters have changed.
-        The storage must be open."""
+        """Update this rank's part of the compute parameters from changed masters. The storage must be open."""
         self.param_store.update(self.storage.master)
         if not self.plan.steps_on_host:  # copies of a step on the host have an event of their own, `_copied`
             self.comm.streams.change()
@@ -487,8 +482,7 @@ class Bucket:
         set_values(self.params, self._placeholders, "absent")
 
     def show_whole(self, shown: Shown, values: Iterable[Tensor]) -> None:
-        """Point each parameter at a tensor of `values`, its whole master, until :meth:`hide_whole`. `shown`: MASTERS or
-        PLAIN."""
+        """Point each parameter at its tensor of `values`, until :meth:`hide_whole`. `shown`: MASTERS or PLAIN."""
         self._enter(shown)
         set_values(self.params, values, "plain" if shown is Shown.PLAIN else "present")
 

@@ -191,8 +191,7 @@ def build_units(
 
 
 def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
-    """Fill the bucket with first values: those in `sources` (by name) and, for other parameters, rank 0's values.
-    Collective."""
+    """Fill the bucket with first values: those in `sources` (by name), else rank 0's values. Collective."""
     comm, dtype = bucket.comm, bucket.dtypes.master if bucket.plan.trainable else bucket.dtypes.compute
     found = {
         info.slot: info.part_of_saved(sources[fqn])

@@ -156,8 +156,7 @@ def _files(
 
 
 def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig) -> None:
-    """Raise ConfigError if host memory or files do not have `needed(tier)` free bytes for new optimizer state.
-    Collective."""
+    """Raise ConfigError if a tier does not have `needed(tier)` free bytes for new optimizer state. Collective."""
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
     if tiers.nvme is not None:

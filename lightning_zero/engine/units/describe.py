@@ -174,8 +174,7 @@ def refuse_cuda_graphs(module: nn.Module, config: ZeroConfig) -> None:
 
 
 def refuse_cuda_graph(function: object, name: str, config: ZeroConfig) -> None:
-    """Raise ConfigError if `function` is compiled with CUDA graphs and parameters are sharded (stage 3). `name`: of the
-    module, for the error."""
+    """Raise ConfigError if `function`, of module `name`, is compiled with CUDA graphs at stage 3."""
     row = STAGES[config.stage.name]
     if row.compute_param is not Placement.sharded:
         return

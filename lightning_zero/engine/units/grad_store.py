@@ -33,8 +33,7 @@ Factor = tuple[Tensor, Event]
 
 
 class Claimed(NamedTuple):
-    """A gradient for an offloaded step, which may still be on its way to the host. The step does not change the
-    gradient."""
+    """A gradient for an offloaded step, which only reads it. It may still be on its way to the host."""
 
     streams: Streams
     grad: Tensor | None
@@ -42,8 +41,7 @@ class Claimed(NamedTuple):
     factor: Factor | None
 
     def arrived(self) -> tuple[Tensor | None, Tensor | None]:
-        """Wait for the gradient. Return the gradient (None: there is none) and the factor by which to multiply it
-        (None: 1)."""
+        """Wait for the gradient. Return the gradient (None: there is none) and its factor (None: 1)."""
         _wait(self.streams, self.arrival)
         factor, event = self.factor or (None, None)
         _wait(self.streams, event)

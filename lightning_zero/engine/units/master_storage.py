@@ -107,8 +107,7 @@ class MasterStorage:
         the outermost `open` starts to write the files."""
 
     def wait_for_rest(self) -> None:
-        """Wait until the closed storage's files are written, and free the tensors' memory. Does nothing without
-        files."""
+        """Wait until the closed storage's files are written, and free its memory. Does nothing without files."""
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
         """Move `states`, the optimizer state of `owner` (the :class:`Runs` of one optimizer), to this tier. Drop
@@ -227,8 +226,7 @@ def _by_one_thread(method: _Method) -> _Method:
 
 
 class FileStorage(MasterStorage):
-    """A storage in files. Its tensors have memory only while files are read, the storage is open, or files are
-    written."""
+    """A storage in files. Its tensors have memory only while being read, while open, and while being written."""
 
     keeps_state = True
 

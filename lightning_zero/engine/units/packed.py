@@ -21,8 +21,7 @@ def is_packed(param: Tensor) -> bool:
 
 
 def refuse_unpackable(param: nn.Parameter, fqn: str) -> None:
-    """Raise ConfigError for a 4-bit parameter that is not frozen, not quantized yet, or repacked for CPUs by a
-    forward."""
+    """Raise ConfigError for a 4-bit parameter that is not frozen, not quantized yet, or repacked for a CPU."""
     state = getattr(param, "quant_state", param)
     if state is None:
         found, how = "one without", "Move the module to its device before it is sharded: that quantizes it"
@@ -36,8 +35,8 @@ def refuse_unpackable(param: nn.Parameter, fqn: str) -> None:
 
 
 def tensors_beside(param: Tensor) -> Iterator[tuple[object, str, Tensor]]:
-    """Yield (quantization state, attribute name, tensor) for each tensor in the parameter's `quant_state` and in states
-    nested in that state."""
+    """Yield (quantization state, attribute, tensor) of each tensor in the parameter's `quant_state`, nested ones
+    too."""
     state = getattr(param, "quant_state", None)
     while hasattr(state, "__dict__"):
         yield from ((state, key, value) for key, value in [*vars(state).items()] if isinstance(value, Tensor))

@@ -83,8 +83,7 @@ class Owner(Protocol):
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """For `param.data = value`, write `value` to the masters and return True, or return False if torch must assign
-        `value`."""
+        """For `param.data = value`: write `value` to the masters and return True; False if torch must assign it."""
         ...
 
 
@@ -160,8 +159,7 @@ def give_own_memory(tensor: Tensor) -> None:
 
 
 class _Absent:
-    """Base class of parameters that hold a placeholder. An operation that needs values first calls the engine, which
-    gathers the values."""
+    """Base class of parameters that hold a placeholder. Operations that need values call the engine to gather them."""
 
     __slots__ = ()
 
@@ -343,8 +341,7 @@ class ParamInfo:
         return self.strides if self.split is None else torch.empty(self.split.shape, device="meta").stride()
 
     def part_of_saved(self, value: T) -> T | Tensor:
-        """Return this rank's part of ``value`` if the parameter is split and ``value`` is a tensor of its whole shape,
-        else ``value``."""
+        """Return this rank's part of ``value`` if it is a whole tensor of a split parameter, else ``value``."""
         if self.split is None or not isinstance(value, Tensor) or tuple(value.shape) != self.split.shape:
             return value
         if not isinstance(value, StoredTensor):

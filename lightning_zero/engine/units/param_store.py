@@ -34,8 +34,7 @@ from lightning_zero.tiers.extents import Wanted
 
 
 class FlatBuffer:
-    """Has a flat tensor `data` [numel], whose memory can be freed and allocated again. Read `data` only if
-    `allocated`."""
+    """Has a flat tensor `data` [numel], whose memory can be freed and reallocated. Read `data` only if `allocated`."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         # A tensor made under inference mode can never be used in training.
@@ -89,8 +88,7 @@ class NodeShard:
     """
 
     def __init__(self, numel: int, node: Group) -> None:
-        """`node`: the ranks of this node; no slice is kept if the group's size is 0. `numel`: elements of the
-        bucket."""
+        """`node`: the ranks of this node (size 0: no slice is kept). `numel`: elements of the bucket."""
         each = numel // node.size if node.size else 0
         self._range = slice(node.index * each, (node.index + 1) * each)
         self.values: Tensor | None = None
@@ -139,8 +137,7 @@ class ParamStore:
         """Update the stored parameters from `master` [owned numel]. The caller has opened the masters' storage."""
 
     def wait_for_rest(self) -> None:
-        """If the parameters are in a file, wait until the last update is written. Raises the error of a failed
-        write."""
+        """Wait until the last update of parameters in a file is written. Raises the error of a failed write."""
 
     def free(self) -> None:
         """Free the store's memory or file space. The store cannot be used afterwards."""
@@ -228,8 +225,7 @@ class FileShard(ParamStore):
         self._tier.free([self._extent])
 
     def _drop(self) -> None:
-        """End a read ahead, if any, and return its buffer, because the values have been used or the file will
-        change."""
+        """End a read ahead, if any, and return its buffer: its values were used, or the file will change."""
         if self._reading is not None:
             # `exception` waits without raising: the tier's threads write to the staged memory until then.
             self._reading.exception()

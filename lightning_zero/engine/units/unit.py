@@ -72,8 +72,7 @@ class Unit:
         self.state = state
 
     def restaged(self) -> None:
-        """Update the unit's state after a restage has given its buckets new plans. Call only if no gather is in
-        flight."""
+        """Update the unit's state after its buckets got new plans. Call only if no gather is in flight."""
         self.plans_changed()
         # Assigned without `_enter`, because no gather or drop leads to this state.
         self.state = State.SHARDED if self.reshards else State.GATHERED
@@ -173,8 +172,8 @@ class Unit:
         self.keeps_node_slices = self.reshards and self.buckets[0].comm.ranks.node.size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
-        """Drop the unit and the slices kept for the node, because the pass ends. `deadline`: set only after an
-        exception; see :meth:`abandon`."""
+        """End a pass: drop the unit and slices kept for the node. `deadline`: see :meth:`abandon`; None: no
+        exception."""
         self.keeps_node_slices = self.is_held = False
         self.calls.clear()
         if deadline is None:

@@ -39,8 +39,7 @@ class Move:
     plan: BucketPlan
 
     def move_values(self, values: Tensor) -> Tensor:
-        """Return the values of the range that this rank owns under the new plan, gathered or cut from ``values`` of the
-        present range. Collective."""
+        """Gather or cut ``values`` of the present owned range to the range under the new plan. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard.index))]
@@ -51,8 +50,8 @@ Follow = Callable[[int, Move], None]  # called with a bucket's number and move, 
 
 @outside_autograd
 def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
-    """Move all buckets to the settings ``config``; see ``Engine.restage``. Collective. ``instances``: numbers of file
-    tiers in use."""
+    """Move all buckets to ``config``; see ``Engine.restage``. ``instances``: numbers of file tiers in use.
+    Collective."""
     if not _agree(engine, config):
         return
     for sharded in engine.optimizers:

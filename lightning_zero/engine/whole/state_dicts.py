@@ -87,8 +87,7 @@ def fake_copy(engine: Core, fakes: FakeTensors, storages: Storages, *, trainable
 
 @outside_autograd
 def sharded_state_dict(engine: Core, storages: Storages | None = None, *, trainable_only: bool = False) -> State:
-    """Return ``module.state_dict()`` with :class:`TensorParts` of the masters, or of ``storages``, a copy of the
-    masters. Collective."""
+    """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of a copy ``storages``. Collective."""
     take_shown_over(engine)
     parts = parts_by_value(engine, {} if storages is None else {"copy": storages})
 
@@ -271,8 +270,7 @@ def _groups(sharded: Stepper, key_of: Callable[[Place], object]) -> list[State]:
 
 
 class _CopyIntoShards(TorchFunctionMode):
-    """Mode in which ``param.copy_(value)`` of ``Module.load_state_dict`` writes this rank's part of ``value`` to its
-    shards."""
+    """Mode in which ``param.copy_(value)`` of ``Module.load_state_dict`` writes this rank's part to its shards."""
 
     def __init__(self, engine: Core) -> None:
         super().__init__()
@@ -383,16 +381,14 @@ def parts_of_saved(engine: Core, state: Saved) -> State:
 
 
 def versioned(entries: Saved, of: object) -> State:
-    """Return ``entries`` with the ``_metadata`` of the state dict ``of``, the versions by which modules recognize older
-    state dicts."""
+    """Return ``entries`` with the ``_metadata`` (versions of modules) of the state dict ``of``."""
     made = OrderedDict(entries)
     made._metadata = getattr(of, "_metadata", None)  # type: ignore[attr-defined]
     return made
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:
-    """Return ``state`` with a :class:`KeptTensor` for each frozen parameter that is not in ``state``, so that a load
-    keeps the parameter's values."""
+    """Return ``state`` with a :class:`KeptTensor` for each missing frozen parameter, which a load then keeps."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
     return versioned({**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}, state)
@@ -400,8 +396,7 @@ def keeping_frozen(module: nn.Module, state: Saved) -> State:
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Core) -> Iterator[_CopyIntoShards]:
-    """Context manager in which ``module.load_state_dict`` writes to the shards. Ranks must load equal values.
-    Collective."""
+    """Context manager in which ``module.load_state_dict`` writes equal values of all ranks to shards. Collective."""
     engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
     engine.passes.writes.take_all_over()
@@ -432,8 +427,7 @@ def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> No
 
 
 def check_optimizer(engine: Core, optimizer: Optimizer, state: Saved, what: str) -> None:
-    """Raise a ConfigError if :func:`load_optimizer_state` would refuse ``state``. ``what``: its source, for the
-    message."""
+    """Raise a ConfigError if :func:`load_optimizer_state` would refuse ``state``. ``what``: its source, in words."""
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__

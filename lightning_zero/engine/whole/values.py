@@ -36,8 +36,7 @@ Entries = Mapping[int, dict[int, State]]  # state by bucket and slot, with a Lea
 
 
 class Value(NamedTuple):
-    """Identifies the masters of a parameter, a state tensor of an optimizer for the parameter, or a copy of the
-    masters."""
+    """Identifies a parameter's masters, a state tensor of an optimizer for the parameter, or a copy of the masters."""
 
     bucket: int
     slot: int
@@ -71,8 +70,7 @@ def own_parts(engine: Core, copies: Copies | None = None) -> Iterator[Part]:
 
 
 def in_whole(part: Part, split: Split | None) -> Iterator[Part]:
-    """Cut ``part`` of a tensor split by ``split`` into parts whose elements are adjacent in the whole tensor. Yield
-    each part."""
+    """Yield the parts of ``part``, cut so that their elements are adjacent in the whole tensor, split by ``split``."""
     if split is None:
         yield part
         return
@@ -81,8 +79,7 @@ def in_whole(part: Part, split: Split | None) -> Iterator[Part]:
 
 
 def own_fragments(engine: Core, copies: Copies | None = None) -> Iterator[Part]:
-    """Yield the parts of masters, optimizer state and ``copies`` that this rank saves, storage by storage. Does not
-    open storages."""
+    """Yield the parts of masters, state and ``copies`` that this rank saves, by storage. Does not open storages."""
     for number, bucket in enumerate(engine.buckets):
         if bucket.comm.replicate.index:  # the first replica saves
             continue
@@ -134,8 +131,7 @@ def own_ranges(engine: Core, wanted: Container[Value], copies: Copies) -> Iterat
 
 
 def gathered_ranges(engine: Core, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
-    """Gather the ``wanted`` values, and yield each value as one range. ``wanted`` must be the same on all ranks.
-    Collective."""
+    """Gather the ``wanted`` values, the same on all ranks, and yield each value as one range. Collective."""
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     for number, bucket in enumerate(engine.buckets):
         of_params = {v[2:] for v in wanted if v.bucket == number and (v.name == MASTER or v.optimizer == COPY)}
@@ -277,8 +273,7 @@ class Unsharded(NamedTuple):
 
 
 def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
-    """Return a copy of the state ``entry`` with ``tensor_of(leaf)`` for each leaf and other values in
-    :class:`Unsharded`."""
+    """Return a copy of state ``entry`` with ``tensor_of(leaf)`` for leaves, and :class:`Unsharded` other values."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):

@@ -56,8 +56,7 @@ def take_shown_over(engine: Core) -> None:
 
 @outside_autograd
 def masters_changed(engine: Core, changed: set[Bucket] | None = None) -> None:
-    """Update compute parameters on all ranks after the masters of the buckets ``changed`` (None: of all) have changed.
-    Collective."""
+    """Update compute parameters on all ranks after masters of ``changed`` (None: all) have changed. Collective."""
     buckets = [bucket for bucket in engine.buckets if changed is None or bucket in changed]
     for bucket in engine.comm.long_work.items(buckets, "parameters from masters, in buckets"):
         with opened(bucket.storage):
@@ -206,8 +205,7 @@ def _take_written(bucket: Bucket, shown: _Full, from_rank: int | None) -> tuple[
 
 
 def _compare(engine: Core, shown: dict[Bucket, _Full]) -> None:
-    """Raise RuntimeError on all ranks if values in ``shown`` differ between ranks that have shards of the same
-    parameters. Collective."""
+    """Raise RuntimeError on all ranks if ranks that share shards have different values in ``shown``. Collective."""
     # Where each rank has all masters, ranks may have values of their own, as under DDP.
     buckets = [bucket for bucket in shown if bucket.plan.shards_master and bucket.comm.shard.size > 1]
     if not buckets:
@@ -240,8 +238,7 @@ def _hide_full(engine: Core, shown: dict[Bucket, _Full]) -> None:
 
 
 def _gathers(engine: Core, hosts: Sequence[str]) -> bool:
-    """Return whether a group of ranks that share shards is on several hosts, so that a host does not have all
-    shards."""
+    """Return whether ranks that share shards are on several hosts, so that no host has all shards."""
     groups = engine.comm.ranks.topology.shard_groups
     return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
 
@@ -470,8 +467,7 @@ def _hide(engine: Core, copy: HostCopy) -> None:
 
 @contextlib.contextmanager
 def set_aside(engine: Core) -> Iterator[None]:
-    """Context manager in which the module is sharded. On exit parameters are whole again if they were before.
-    Collective."""
+    """Context manager in which the module is sharded; on exit whole again if it was before. Collective."""
     was_whole = shard_again(engine)
     try:
         yield
@@ -494,8 +490,7 @@ def check_free_memory(engine: Core) -> None:
 
 
 def check_free_memory_here(nbytes: int) -> None:
-    """Raise ConfigError if this host lacks ``nbytes`` of memory for a copy of the module. Called before processes
-    start."""
+    """Raise ConfigError if this host lacks ``nbytes`` for a copy of the module. Call before processes start."""
     _refuse(reason_not_to_fit(nbytes, available_host_memory(), "this host"))
 
 
