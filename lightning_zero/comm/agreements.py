@@ -25,7 +25,7 @@ class FailedElsewhereError(RuntimeError):
 
 
 class ApartError(RuntimeError):
-    """Raised on all ranks if ranks make different collective calls at one time. The message names each rank's call."""
+    """Raised on all ranks if ranks make different calls at the same time. The message names each rank's call."""
 
 
 def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Waits:

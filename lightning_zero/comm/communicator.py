@@ -4,15 +4,16 @@ The engine asks for *logical* operations: ``all_gather``, ``reduce`` (a reduce-s
 that adds in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` sends messages
 for each.
 
-Shards are divided among all ranks or among those of a node (``planning/topology.py``). In the second case another
-message sums a reduced shard over the nodes; in the first, exchanged gradients are summed in two levels. Agreements
+Shards are divided among all ranks or among the ranks of a node (``planning/topology.py``). In the second case another
+message sums a reduced shard over the nodes; in the first case exchanged gradients are summed in two levels. Agreements
 always go over all ranks.
 
 [Note: one order of collectives]
-All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so each of these
-kinds has a group. Where the host waits for messages, it issues the gather half of an all-reduce when it finds the first
-half complete, at a moment that differs between ranks. So this half has a third group. What decides about a collective
-must therefore be equal on all ranks: a plan, an agreement, rank 0's order; never how far this rank's threads have got.
+All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so gathers have
+one group and reductions another. Where the host waits for messages, a rank issues the gather half of an all-reduce when
+the rank finds the first half complete, at a moment that differs between ranks. So this half has a third group. Whether
+and when a collective is issued may depend only on values that are equal on all ranks (a plan, an agreement, rank 0's
+order), never on the progress of this rank's threads.
 
 On CUDA each kind has a stream (``device/streams.py``). With ``async_op=False`` NCCL queues messages on the stream of
 their kind; otherwise NCCL would take a stream of its own with compute's priority. The host never waits. An operation
@@ -60,8 +61,8 @@ class Communicator:
     """Runs the collectives of one engine over one group.
 
     Attributes:
-        ranks: this rank's place in each group of ranks, and what gradients are divided by.
-        shard, replicate: the ranks that share shards, and those that have the same shards, from ``ranks``.
+        ranks: this rank's index in each group of ranks, and the divisor of gradients.
+        shard, replicate: the group of ranks that share shards, and the group of ranks with the same shards.
         queues: whether messages are queued on streams of the device, so that the host waits for none.
     """
 
@@ -184,7 +185,7 @@ class Communicator:
 
         The result of the returned handle is this rank's slice of the sum [n] or, with ``whole``, all of the sum, in the
         memory of ``full`` if dtypes are equal. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends slices in
-        the dtype of ``full``, and each rank adds slices up in ``total_dtype``, in an order that depends on neither.
+        the dtype of ``full``, and each rank adds slices up in ``total_dtype``, in an order that dtypes do not change.
 
         With streams this method also issues the messages that follow the sum over the ranks that share shards: a sum
         over nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait for the first sum,
@@ -251,7 +252,8 @@ class Communicator:
 
     @contextlib.contextmanager
     def set_place(self, place: str) -> Iterator[None]:
-        """Set ``waits.place``, what this rank is doing, in the body, for error messages. An exception leaves it set."""
+        """Context manager in which ``waits.place`` says that this rank is at ``place``, for error messages. An
+        exception leaves it set."""
         before, self.waits.place = self.waits.place, place
         yield
         self.waits.place = before

@@ -2,7 +2,7 @@
 
 ::
 
-    4 ranks, n = 2      ranks 0 1 have one batch, each half of its positions; ranks 2 3 another one
+    4 ranks, n = 2      ranks 0 and 1 have one batch, each half of its positions; ranks 2 and 3 another batch
 
 The host waits for messages of host tensors. Messages of device tensors are queued on the compute stream.
 """
@@ -30,8 +30,8 @@ TOKENS = "a sum over the tokens of a sequence"
 
 
 class SequenceGroup:
-    """Sends messages among the ranks that share a sequence with this rank. ``rank``: this rank's index among them.
-    ``size``: their number. ``counts``: messages by kind. ``waits``: limits how long this rank waits for the others."""
+    """Sends messages among the ranks that share a sequence with this rank. ``rank``: this rank's index in the group.
+    ``size``: ranks in the group. ``counts``: messages by kind. ``waits``: bounds this rank's waits."""
 
     def __init__(self, parent: Any, ranks: Group, device: torch.device, waits: Waits) -> None:
         """Make process groups of ``ranks`` (indices in ``parent``). On a GPU also connect the ranks. Collective."""

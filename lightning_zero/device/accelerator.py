@@ -38,7 +38,7 @@ class Accelerator:
         return None
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Queue the body's work on ``stream``, and allocate the body's memory from the pool of ``stream``."""
+        """Return a context whose body queues work on ``stream``, and allocates device memory from its pool."""
         return contextlib.nullcontext()
 
     def record(self) -> Event:

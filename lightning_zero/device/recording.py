@@ -1,4 +1,4 @@
-"""Records what compute waits for, how many bytes move, and when each lane (compute, gathers, disk ...) is busy.
+"""Records what compute waits for, how many bytes are moved, and when each lane (compute, gathers, disk ...) is busy.
 
 ::
 

@@ -3,11 +3,11 @@
 ::
 
     compute : --e0------------------w1-- use --r       e0: what the transfer must wait for
-    gather  :     \\w0-- all_gather --e1               e1: its end
+    gather  :     \\w0-- all_gather --e1               e1: the end of the transfer
     reduce  :  reduce-scatters                        w : a stream waits, never the host
     h2d     :  parameters from the host, before their gather
     push    :  parameters that a step on the host has changed
-    d2h     :  reduced gradients to the host, behind their reduction
+    d2h     :  reduced gradients to the host, after their reduction
 
 Memory that another stream reads is kept until compute has waited for ``e1``. So no ``record_stream`` is needed.
 

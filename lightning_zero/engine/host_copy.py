@@ -65,7 +65,7 @@ class HostCopy:
         return True
 
     def written(self) -> dict[int, Tensor]:
-        """Return the new values of parameters that users wrote on this rank, by index in ``params``, on the host."""
+        """Return, by index in ``params``, the host values of parameters that users have written to on this rank."""
         found = {}
         for number, (_, info, original, _) in enumerate(self.params):
             now = info.param.data.detach().to("cpu", info.dtype)
@@ -79,7 +79,7 @@ def nbytes_of(buckets: Iterable[Bucket]) -> int:
 
 
 def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
-    """Return a parameter's tensor on ``memory``, from byte ``start``. ``torch.save`` of it writes only its bytes."""
+    """Return a tensor for a parameter on ``memory``, from byte ``start``. ``torch.save`` writes only its bytes."""
     if not info.numel:
         return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)

@@ -1,11 +1,12 @@
 """Add activations to the peak bytes of a step.
 
-Roles peak at different moments: activations at the end of the forward, reduced gradients near the end of the backward.
-So bytes are summed for each stretch (the forward or backward of one unit), and the largest sum is the peak::
+The bytes of different roles peak at different moments: activations at the end of the forward, reduced gradients near
+the end of the backward. So bytes are summed for each stretch (forward or backward of one unit); the peak is the largest
+sum::
 
     forward  = rest + gradients of the last step + gathered + activations
     backward = rest + gathered + gradients (filling, in flight, reduced) + activations      of the stretch
-    step     = as without activations
+    step     = the same as without activations
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A box whose elements are adjacent in the flattened tensor."""
+    """A block of a tensor (offset and size in each dimension) whose elements are adjacent in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

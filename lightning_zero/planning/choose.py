@@ -30,7 +30,7 @@ Candidates = Sequence[tuple[Stage, Offload, OffloadConfig]]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The stage and offload setting that ``auto`` takes, as a planned ``row``, and why."""
+    """The stage and offload setting that ``auto`` takes, as a planned ``row``, with the reason."""
 
     row: Row
     reason: str  # a sentence

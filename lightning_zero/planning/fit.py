@@ -43,7 +43,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What planning needs to know of a model."""
+    """The sizes and settings of a model that planning needs."""
 
     names: tuple[str, ...]  # units, the root first
     shapes: tuple[BucketShape, ...]
@@ -99,7 +99,7 @@ class Row:
 
     @property
     def moments(self) -> list[Bytes]:
-        """Return the bytes of one rank at each moment at which they must fit: in every phase, and after the run."""
+        """Return a rank's bytes at each moment: in every phase and, if the module is gathered, after the run."""
         return [*self.peaks.values(), *([self.after_run] if self.is_whole else [])]
 
     @property

@@ -1,4 +1,4 @@
-"""Lay out the parameters of a bucket in one flat buffer, and cut it into shards. Arithmetic on integers.
+"""Lay out the parameters of a bucket in one flat buffer, and cut the buffer into shards. Arithmetic on integers.
 
 ::
 
@@ -58,7 +58,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Where the parameters and shards of a bucket lie, in elements."""
+    """The positions of the parameters and shards of a bucket, in elements."""
 
     slots: tuple[Slot, ...]
     numel: int  # padded: world_size * shard_numel

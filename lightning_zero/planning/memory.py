@@ -9,8 +9,8 @@ Rajbhandari et al. 2020, arXiv:1910.02054, section 5)::
     2     | 2P      | 2P/N        | 12P/N         | 2P + 14P/N   | 2P + 16P/N
     3     | -       | 2P/N        | 12P/N         | 14P/N        | 16P/N
 
-The paper's 16P/N of stage 3 includes a bf16 shard of the parameters. The engine casts that shard from the masters at
-each gather, and keeps a shard only where the masters rest on another tier.
+The paper's 16P/N of stage 3 includes a bf16 shard of the parameters. The engine casts this shard from the masters at
+each gather, and keeps a bf16 shard only if the masters are kept on another tier.
 
 Memory that two roles share counts once, as ``compute_param``. Padding counts. Activations (see ``activations.py``),
 memory inside libraries, and optimizer state of one number per tensor do not count.

@@ -1,5 +1,5 @@
 """Define each stage by the placement (replicated or sharded) of each role, and each offload setting by the tier of each
-role. Other code reads these tables and compares no stages."""
+role. Other code reads these tables instead of comparing stages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TierRow(NamedTuple):
 
     @property
     def uses_host_or_files(self) -> bool:
-        """Return whether a role takes room on the host or in files."""
+        """Return whether a role is kept on the host or in files."""
         return any(tier is not Tier.device for tier in self)
 
     @property
@@ -78,8 +78,8 @@ REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Count a bucket's collectives in a step, by name. ``stays_gathered``: from each forward to its backward (stage
-    3)."""
+    """Count a bucket's collectives in a step, by name. ``stays_gathered``: whether parameters of stage 3 stay gathered
+    from each forward to its backward."""
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if row.compute_param is _S:
         counts["all_gather"] = micro_batches if stays_gathered else 2 * micro_batches

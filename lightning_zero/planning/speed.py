@@ -2,7 +2,7 @@
 
 Bytes for each parameter that is stepped on the host, with itemsizes c (compute), m (master, state), g (gradient)::
 
-    link        c to the device, once, or at every gather if parameters rest on another tier; g from the device
+    link        c to the device, once, or at every gather if parameters are on another tier; g from the device
     host memory 6 m + g: the step reads master, two states and gradient, and writes master and states
     disk        3 m read and written if the optimizer is in files; c read at every gather and written once if
                 parameters are
@@ -10,7 +10,7 @@ Bytes for each parameter that is stepped on the host, with itemsizes c (compute)
 ``zero.optimizer.state_dtype`` shrinks the states' part of m. On a GPU all resources work in parallel, so the slowest is
 the bound. But a step that waits for the end of the backward (gradient clipping) overlaps only the next forward, because
 the next backward needs the gradients' memory. Nothing overlaps the first gather and the last reduction. On a CPU all
-work shares the same cores, so it adds up.
+work shares the same cores, so the seconds of all resources are added.
 
 Bytes that a rank sends for a bucket of n elements over N ranks (ring algorithms; Thakur, Rabenseifner, Gropp 2005)::
 
@@ -37,7 +37,7 @@ FORWARD = 1 / 3  # share of the compute of a step; a backward takes twice the ti
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does per second for one rank."""
+    """FLOPs and bytes per second of each resource of a machine, for one rank."""
 
     compute: float  # FLOPs that a model reaches
     device_memory: float  # bytes read and written

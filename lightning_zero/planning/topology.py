@@ -115,8 +115,8 @@ def flat(world_size: int) -> Topology:
 
 
 def by_part(all_ranks: Topology, parts: int) -> Topology:
-    """Return the topology of parameters that are split into ``parts`` parts, one on each of ``parts`` adjacent ranks:
-    every ``parts``-th rank has the same part, and these ranks share shards of it. ``all_ranks``: the flat topology."""
+    """Return the topology of parameters split into ``parts`` parts, one on each of ``parts`` adjacent ranks: every
+    ``parts``-th rank has the same part, and these ranks share its shards. ``all_ranks``: the flat topology."""
     (ranks,) = all_ranks.shard_groups
     sum_groups = [group[part::parts] for part in range(parts) for group in all_ranks.sum_groups]
     return Topology(tuple(ranks[part::parts] for part in range(parts)), apart=True, sum_groups=_levels(sum_groups))
@@ -169,7 +169,7 @@ def is_even(names: Sequence[str]) -> bool:
 
 
 def rounds_of(rank: int, world_size: int) -> list[list[int]]:
-    """Return groups that contain ``rank``. An all-reduce in each group, one after another, equals one over all ranks.
+    """Return groups that contain ``rank``. All-reduces in these groups, one after another, equal one over all ranks.
     Read ranks as numbers whose digits have the groups' sizes as bases: the ranks of a group differ in one digit. A ring
     all-reduce of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5."""
     found, stride = list[list[int]](), 1

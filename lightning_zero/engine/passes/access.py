@@ -4,12 +4,12 @@
 
                           inside a pass                        between passes
     w.square(), w.clamp_  gathers the unit                     shows masters: between.py
-    w.data                gathers the unit until the pass ends the same
+    w.data                gathers the unit until the pass ends shows masters: between.py
     w.data = value        writes to the masters                writes to the masters
 
-Reads at stages 1 and 2 never raise; they wait for the param sync after a step.
+Reads at stages 1 and 2 never raise; they wait for the gather that follows a step.
 
-See [Note: placeholders]: an absent parameter asks this file before it is used.
+See [Note: placeholders]: a parameter that holds a placeholder calls this file before its values are used.
 See [Note: uses of parameters between steps]: outside of passes a use shows masters, on all ranks.
 See [Note: freed storage and autograd's views]: a unit stays gathered if users keep views of its values.
 """

@@ -1,24 +1,24 @@
 """Shows masters to users' code between steps.
 
 [Note: uses of parameters between steps]
-Under DDP parameters have their values in every hook. At stage 3 they hold placeholders between steps. All ranks run the
-same code, so all use a parameter at the same place. The first use gathers the masters of its unit::
+Under DDP parameters have their values in every hook. At stage 3 they are placeholders between steps. All ranks run the
+same code, so all ranks use a parameter at the same point. The first use gathers the masters of the parameter's unit::
 
-    use of a unit      a meeting, which names a rank that is elsewhere; its masters, in memory of their own
-    use of another     the same; units that were used before are hidden if all are above ``zero.prefetch_bytes``
-    a state dict       a use of all units; its tensors are copied to the host if only the host has room for all
-    a copy in a step   all units of the module are shown until the call returns (a state dict, a load)
+    use of a unit      ranks check that all use this unit; its masters are gathered into separate memory
+    use of another     the same; earlier units are hidden if all together exceed ``zero.prefetch_bytes``
+    a state dict       a use of all units; tensors are copied to the host if only the host has room for all
+    a copy in a step   all units of the module show masters until the call returns (a state dict, a load)
     next step, save    written values are compared between ranks and copied to the masters; all units are hidden
-    an exception       the same without messages: written values are compared later
+    an exception       all units are hidden without messages; written values are compared later
 
-Views that users keep (``p.detach()``, ``.data``, a state dict) share the memory, so that writes to them are seen. As
-under DDP they follow the parameter: while any rank holds such views, each step is followed by a use of their units,
-which brings the new values into the same memory. After ``p.data = value`` they keep what was there, and the parameter
-has memory of its own.
+Views that users keep (``p.detach()``, ``.data``, a state dict) share this memory, so writes to views are noticed. As
+under DDP, views follow the parameter: while any rank holds views, each step is followed by a use of the views' units,
+which copies new values to the same memory. After ``p.data = value`` earlier views keep the old values, and the
+parameter uses other memory.
 
 See [Note: version counters] and [Note: checksums of writes]: how writes to shown masters are noticed.
-See [Note: one order of collectives]: all ranks use the same unit, which they check before its masters are gathered.
-See [Note: masters during an offloaded step]: the first use waits for the steps.
+See [Note: one order of collectives]: before masters are gathered, ranks check that all use the same unit.
+See [Note: masters during an offloaded step]: the first use waits for offloaded steps.
 """
 
 from __future__ import annotations

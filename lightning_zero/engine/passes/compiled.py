@@ -34,7 +34,7 @@ _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` ke
 
 
 class Compile(NamedTuple):
-    """Holds the settings of one ``torch.compile`` call. The units inside the compiled module are compiled with them."""
+    """The settings of one ``torch.compile`` call. Units inside the compiled module are compiled with these too."""
 
     apply: Callable[[Callable[..., object]], Callable[..., object]]  # compiles a function with the same settings
     inductor: bool  # the backend is torch's own compiler

@@ -52,7 +52,7 @@ class GatherOrder:
     _leaving: Unit | None = None  # a resharded unit, whose memory is freed after the next gather is issued
 
     def plans_changed(self) -> None:
-        """Forget the recorded orders of gathers, after buckets got new placements."""
+        """Forget the recorded orders of gathers, because buckets have new plans."""
         self.plans = {}
 
     def begin(self, key: str, *, cyclic: bool) -> None:

@@ -3,9 +3,9 @@
 Every stage cuts gradients at the borders of shards and joins norms of these parts, so all stages agree to the bit::
 
     gradient                                    norm of one parameter's gradient
-    reduced, in shards                          in a table that ranks exchange once, kept until gradients change
-    reduced, whole on all ranks (stage 0)       sends nothing
-    unreduced (``no_sync`` at stages 0 and 1)   of this rank's gradient, not divided, as DDP's ``param.grad``
+    reduced, in shards                          ranks exchange the norms of all gradients once, until gradients change
+    reduced, whole on all ranks (stage 0)       computed without messages
+    unreduced (``no_sync`` at stages 0 and 1)   of this rank's undivided gradient, as of DDP's ``param.grad``
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def parts_of_shards(
 
 
 class GradNorms:
-    """Computes norms of one engine's gradients. Calls ``finish_pending`` before each read of gradients, to finish
-    optimizer steps and drop failed backwards."""
+    """Computes norms of one engine's gradients. Calls ``finish_pending`` before each read of gradients, to wait for
+    optimizer steps and discard gradients of backwards that raised."""
 
     def __init__(self, reducer: Reducer, bucket_of: Mapping[int, Bucket], finish_pending: Callable[[], None]) -> None:
         self._reducer, self._comm = reducer, reducer.comm
@@ -163,7 +163,7 @@ class GradNorms:
 
     def total_shown(self, infos: Sequence[ParamInfo], norm_type: float) -> Tensor | None:
         """Return the norm of all gradients of ``infos`` together, loss scale included. Return None, without a message,
-        if these gradients show different loss scales. Collective."""
+        if ``param.grad`` of ``infos`` includes different loss scales. Collective."""
         scales = {self._reducer.shown_scale(id(info.param)) for info in infos}
         if len(scales) != 1:
             return None

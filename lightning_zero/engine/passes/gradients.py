@@ -139,7 +139,7 @@ class BucketGrads:
             self.written.add(slot)
 
     def copy_in(self) -> None:
-        """Copy the gradients in ``waiting`` into the local buffer, or add them, by one call of a foreach operation."""
+        """Copy, or add, the gradients in ``waiting`` to the local buffer, where possible in one call for all."""
         waiting, self.waiting = self.waiting, {}
         if len(waiting) < 2:
             for slot, grad in waiting.items():
@@ -313,7 +313,7 @@ class Reducer:
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:
-        """Return the factor from a bucket's local buffer to this rank's gradients of the unscaled loss."""
+        """Return the factor that turns a bucket's local buffer into this rank's gradients of the unscaled loss."""
         grads = self.grads[bucket]
         return 1.0 / grads.scale_on_arrival / self.loss_scale
 

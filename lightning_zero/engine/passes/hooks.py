@@ -3,7 +3,7 @@
 ::
 
     forward   pre_forward(unit) .................................. post_forward(unit), or forward_raised()
-                 what autograd saves in between: saved_weights.py
+                 saved_weights.py handles tensors that autograd saves in the forward
     backward  backward_begins(), when a gradient comes to an output of the root
                  recomputes(unit), of checkpointed units: recompute.py calls it
                  grad_arrived(param), for every trainable parameter
@@ -102,7 +102,7 @@ class Hooks:
     # -- registration -----------------------------------------------------------------------------------------------
 
     def watch_unit(self, unit: Unit, target: nn.Module) -> None:
-        """Hook calls of ``target``, the unit's module. The pre-hook is first: users' hooks see gathered weights."""
+        """Register forward hooks on ``target``, the unit's module. The pre-hook runs before users' pre-hooks."""
 
         def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             self._pre_forward(unit, args, kwargs)
@@ -116,7 +116,7 @@ class Hooks:
         self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
     def watch_calls(self, module: nn.Module) -> None:
-        """Hook ``module``: call :meth:`Passes.call_ends` after the outermost call of modules that hold units."""
+        """Register hooks on ``module`` that call :meth:`Passes.call_ends` after the outermost call of such modules."""
 
         def before(*_: object) -> None:
             self._depth += 1

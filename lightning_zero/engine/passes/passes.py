@@ -4,11 +4,11 @@ A *pass* is a forward with its backward, or one evaluation step. A backward is *
 :meth:`Passes.backward_scope`. A plain ``loss.backward()`` is noticed when its first hook is called, and ends with
 autograd's graph task.
 
-See [Note: weak references and graphs]: what autograd holds refers to the passes weakly.
+See [Note: weak references and graphs]: objects that autograd holds refer to the passes weakly.
 See [Note: one order of collectives]: passes begin, meet and end on all ranks, or raise on all.
 See [Note: what resume may trust]: after an exception all gathers that follow steps are issued before ranks compare
 counts.
-See [Note: masters during an offloaded step]: a backward, and what reads masters, waits for the steps first.
+See [Note: masters during an offloaded step]: a backward, and every read of masters, first waits for the steps.
 """
 
 from __future__ import annotations

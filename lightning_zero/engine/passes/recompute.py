@@ -237,7 +237,7 @@ class _Input:
 
 
 class _InputsOfBlock:
-    """The saved inputs of one call of a block. Autograd's graph holds this object, and frees inputs with itself."""
+    """The saved inputs of one call of a block, held by autograd's graph and freed with the graph."""
 
     def __init__(self, streams: Streams, before: _InputsOfBlock | None) -> None:
         self._streams, self._before = streams, ref(before) if before is not None else lambda: None

@@ -104,7 +104,7 @@ class SavedWeights:
         return lambda tensor: self._pack_inside(tensor, pack, unpack), self._unpack
 
     def owner_of(self, tensor: Tensor) -> Unit | None:
-        """Return the unit whose buffer, dropped after use, has the memory of ``tensor``; None if no unit's has."""
+        """Return the unit whose buffer, dropped after use, has the memory of ``tensor``; None if there is none."""
         try:
             # Of a DTensor over a split parameter, the tensor inside.
             return self._unit_of.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)

@@ -96,7 +96,7 @@ class ShardedGrads:
                 grad.added = False
 
     def finish_pending(self) -> None:
-        """Prepare a read of gradients: wait for steps, and drop failed backwards and gradients that users cleared."""
+        """Prepare a read of gradients: wait for steps, drop gradients that users cleared or whose backward raised."""
         self._forget_failed()
         self.refuse_undivided()
         self._after_step.wait_for_steps()

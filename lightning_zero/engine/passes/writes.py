@@ -1,7 +1,7 @@
 """Notices users' writes to gathered parameters and to buffers, and refuses calls that would see placeholders.
 
 See [Note: version counters] and [Note: checksums of writes]: how writes are noticed.
-See [Note: masters during an offloaded step]: a write is copied to the masters after that step.
+See [Note: masters during an offloaded step]: a write is copied to the masters after the offloaded step.
 """
 
 from __future__ import annotations
@@ -332,10 +332,10 @@ class Writes:
 
 
 class BufferSync:
-    """Detect changes of a module's buffers on any rank, and send rank 0's buffers after a change. A write through
-    ``.data`` raises no version. So checksums are compared too: of buffers of a few MB before every step, of larger ones
-    before training steps 1, 2, 4, 8, ..., and before evaluations. Once they have differed, buffers are sent every time.
-    A buffer whose shape differs between ranks stays each rank's own."""
+    """Detects changes of a module's buffers on any rank, and sends rank 0's buffers after a change. A write through
+    ``.data`` does not increment the version, so checksums are compared too: of buffers of a few MB before every step,
+    of larger ones before training steps 1, 2, 4, 8, ... and evaluations. After checksums have differed once, buffers
+    are sent every time. A buffer whose shape differs between ranks keeps each rank's values."""
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
         self._module, self._comm = ref(module), comm

@@ -21,7 +21,7 @@ from lightning_zero.optimizers.state_trees import State
 
 
 class Stepping:
-    """Replaces an optimizer's `step` by the bound method `step`, and makes its state dict methods raise."""
+    """Replaces `optimizer.step` by the bound method `step`, and makes the optimizer's state dict methods raise."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[[Callable[[], object] | None], object]) -> None:
         self._optimizer = optimizer

@@ -115,7 +115,7 @@ class Stepper(ABC):
         return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def settings(self) -> list[dict[str, object]]:
-        """Return the plain numbers in the param groups, which must be the same on all ranks."""
+        """Return the numbers among the settings of each param group, which must be the same on all ranks."""
         return [
             {
                 key: value

@@ -101,8 +101,8 @@ class Shown(Enum):
 
     ::
 
-        PLACEHOLDERS, GATHERED    alternate, set by show()
-        MASTERS, PLAIN            set by show_whole(), in place of the former until hide_whole()
+        PLACEHOLDERS, GATHERED    set by show()
+        MASTERS, PLAIN            set by show_whole(), until hide_whole()
     """
 
     PLACEHOLDERS = "the values are on their way, or dropped"

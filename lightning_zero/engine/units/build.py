@@ -1,7 +1,7 @@
 """Build the units of a module from their descriptions, and fill their buckets with rank 0's values.
 
 Tensors on meta get memory and first values unit by unit; parameters stay the same objects. Buffers (running statistics)
-get rank 0's values at the start and before steps, as under DDP. In between they can differ between ranks.
+get rank 0's values at the start and before steps, as under DDP. Between steps buffers can differ between ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_zero.settings import ConfigError, Precision, ZeroConfig
 def materialise(
     module: nn.Module, unit: str, units: Collection[str], device: torch.device, sources: Mapping[str, Tensor]
 ) -> None:
-    """Give parameters and buffers of a unit that are on meta memory and first values. Tied parameters stay tied.
+    """Allocate a unit's parameters and buffers that are on the meta device, and set first values. Keeps ties.
     Parameters in `sources` (first values by name) stay on meta, because each rank reads only its part of them. If the
     engine's own `device` is meta (simulated scale), nothing changes."""
     if device.type == "meta":

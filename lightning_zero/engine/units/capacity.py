@@ -1,7 +1,7 @@
-"""Choose and make the tiers (host memory, files) of an engine, after a check that they have enough free bytes.
+"""Choose and make the tiers (host memory, files) of an engine, after a check that the tiers have enough free bytes.
 
-Ranks of one host share its memory and its disk. All ranks sum the needs of each host's ranks, compare the sums with
-what each host has, and so raise the same error.
+Ranks of one host share the host's memory and disk. All ranks sum the bytes that the ranks of each host need, compare
+the sums with the free bytes of each host, and so raise the same error.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Factor = tuple[Tensor, Event]
 
 
 class Claimed(NamedTuple):
-    """A gradient for an offloaded step, which only reads it. It may still be on its way to the host."""
+    """A gradient for an offloaded step, which only reads it. The gradient may still be on its way to the host."""
 
     streams: Streams
     grad: Tensor | None

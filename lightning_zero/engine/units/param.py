@@ -83,7 +83,7 @@ class Owner(Protocol):
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """For `param.data = value`: write `value` to the masters and return True; False if torch must assign it."""
+        """For `param.data = value`: write `value` to the masters and return True; return False if torch must assign."""
         ...
 
 

@@ -39,7 +39,7 @@ class Move:
     plan: BucketPlan
 
     def move_values(self, values: Tensor) -> Tensor:
-        """Gather or cut ``values`` of the present owned range to the range under the new plan. Collective."""
+        """Return ``values`` of the present owned range, gathered or cut to the range of the new plan. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard.index))]

@@ -193,7 +193,7 @@ class FakeTensors:
         return type(self), ()
 
     def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:
-        """Make or reuse a tensor for ``value``, with shape and strides of ``like``, a whole tensor."""
+        """Make or reuse a tensor for ``value``, with the whole shape and the strides that ``like`` describes."""
         shape, strides = _whole(like)
         made = self._kept.pop((value, dtype), None)
         if made is None or (made.shape, made.stride()) != (shape, strides):
@@ -273,7 +273,7 @@ class Unsharded(NamedTuple):
 
 
 def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
-    """Return a copy of state ``entry`` with ``tensor_of(leaf)`` for leaves, and :class:`Unsharded` other values."""
+    """Return a copy of state ``entry`` with ``tensor_of(leaf)`` for leaves and other values in :class:`Unsharded`."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):

@@ -4,7 +4,7 @@ Between runs each host has one copy in shared memory (memfd), which all ranks of
 
     each rank       -- writes its part of the masters     --> the shared memory of its host
     each rank       -- maps the memory copy-on-write      --> parameters are plain tensors; a write stays on its rank
-    the next run    -- compares parameters with the copy  --> of written ones, rank 0's values go into the shards
+    the next run    -- compares parameters with the copy  --> rank 0's values of changed ones go into the shards
 
 Meanwhile shards, optimizer state and units do not change, and a save reads the shards.
 """
