@@ -321,8 +321,8 @@ class Communicator:
             return gather_on(self._groups.control, value, self.waits, what)
 
     def gather_checked(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """Gather a small object from each rank, in rank order, over the group of agreements, which stays usable after
-        exceptions. Blocks. Collective. ``what``, ``patient``: see :func:`gather_objects`."""
+        """Gather a small object from each rank, in rank order, over the group of agreements, which is used after
+        exceptions too. Blocks. Collective. ``what``, ``patient``: see :func:`gather_objects`."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:

@@ -112,7 +112,7 @@ class Groups:
 
 
 def backend_for(group: Any, device: torch.device) -> str:
-    """Return the backend of ``group`` for tensors of ``device``. A group may have several (``cpu:gloo,cuda:nccl``)."""
+    """Return the backend of ``group`` for tensors of ``device``; a group can have several (``cpu:gloo,cuda:nccl``)."""
     served = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
     return served.get(device.type, str(dist.get_backend(group)))
 

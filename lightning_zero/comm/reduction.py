@@ -77,7 +77,7 @@ class Pending:
 
 class Reduction:
     """Handle of a reduction in flight, which has up to three phases: the sum of this rank's slice over the ranks that
-    share shards (with two levels: over those on this node), a sum over nodes or replicas, and the gather of an
+    share shards (with two levels: over those of this node), a sum over nodes or replicas, and the gather of an
     all-reduce. ``land`` waits for one phase and issues the next; ``finish`` waits for all phases. See
     [Note: one order of collectives] in ``communicator.py``."""
 

@@ -58,8 +58,8 @@ def instances() -> set[int]:
 
 
 def describe_checked(module: nn.Module, config: ZeroConfig, *, is_sharded: bool) -> list[describe.UnitGroup]:
-    """Check settings and ``module``. Return a description of each of its units, the root first. Raises ConfigError on
-    this rank alone, also if the module is sharded already. Sends no message: the caller must tell other ranks."""
+    """Check settings and ``module``. Return a description of each unit, the root first. Raises ConfigError on this rank
+    alone, also if the module is sharded already. Sends no message: the caller must tell other ranks."""
     precision = config.precision.name or Precision.fp32
     if is_sharded:
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")

@@ -154,8 +154,8 @@ class BucketPlan:
 
     @property
     def storage_role(self) -> Role:
-        """Return the role that counts the storage's masters: ``compute_param`` if compute parameters have no memory
-        besides the storage, else ``master_param``."""
+        """Return the role of the storage's masters: ``compute_param`` if the masters are also the compute parameters,
+        in the same dtype; else ``master_param``."""
         if not self.copies_master or (self.params_rest is ParamsRest.storage and self.one_dtype):
             return Role.compute_param
         return Role.master_param if self.trainable else Role.compute_param
@@ -175,7 +175,7 @@ class BucketPlan:
 
     @cached_property
     def accumulates_locally(self) -> bool:
-        """Return whether a rank adds up the gradients of all micro-batches of a step before they are reduced."""
+        """Return whether a rank adds up the gradients of all micro-batches of a step before gradients are reduced."""
         return self.row.grad is Placement.replicated
 
     @cached_property
@@ -220,7 +220,7 @@ class BucketPlan:
         return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     def reduces_apart(self, micro_batches: int) -> bool:
-        """Return whether gradients are reduced in a buffer other than the one in which micro-batches add them up."""
+        """Return whether gradients are reduced in a buffer other than that in which micro-batches add gradients up."""
         waits = micro_batches > 1 and self.accumulates_locally
         return not (waits and self.wire_itemsize(micro_batches) == self.itemsizes.grad)
 

@@ -45,7 +45,7 @@ STEPS_IN_MEMORY = 3  # buckets of state from files in host memory at a time: one
 
 
 class Moment(Enum):
-    """The moment of a step at which resting bytes are counted."""
+    """The moment of a step at which bytes that stay allocated between steps are counted."""
 
     accumulating = "accumulating"  # between two micro-batches of a step
     reduced = "reduced"  # after the last backward, before the gradients are zeroed
@@ -66,8 +66,8 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Bytes of one rank's optimizer state if some optimizer steps whole tensors. Only the owner of a tensor, the rank
-    that steps the tensor, has the tensor's state."""
+    """Bytes of one rank's optimizer state if some optimizer steps whole tensors. Only the rank that steps a tensor, its
+    owner, has the tensor's state."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes on the device beside the shards during the step, from owners.step_peak
@@ -97,7 +97,7 @@ def planned_bytes(
     state_tensors: States = ADAM_STATES,
     moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Sum the bytes of one rank at rest, by role and tier. Padding is at the end, so rank 0 has the most state.
+    """Sum the bytes that ``rank`` keeps allocated, by role and tier. Padding is at the end: rank 0 has the most state.
 
     Args:
         state_tensors: number of element-wise state tensors per parameter, or the state of ``rank``.
@@ -124,7 +124,8 @@ def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequen
 
 
 def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
-    """Yield (role, tier, bytes) of what a bucket keeps allocated at ``moment``. ``state``: bytes of state tensors."""
+    """Yield (role, tier, bytes) of memory that ``bucket`` keeps allocated at ``moment``. ``state``: bytes of state
+    tensors."""
     sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
     if bucket.beside:
         yield Role.compute_param, Tier.device, bucket.beside
@@ -243,10 +244,10 @@ def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) ->
 
 
 def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
-    """Compute the bytes of unsharded gradients at the peak of the backward, beyond resting gradients. These gradients
-    belong to the unit whose backward runs, and to reductions in flight. On a device, gradients stay as autograd made
-    them until their bucket is complete. Gradients that each rank adds up unsharded are reduced in place if the wire
-    dtype allows. With several micro-batches, a reduced shard exists beside the resting gradient."""
+    """Compute the bytes of unsharded gradients at the peak of the backward: of the unit whose backward runs, and of
+    reductions in flight. On a device, autograd's gradients are kept until their bucket is complete. Gradients that each
+    rank adds up unsharded are reduced in place if the wire dtype allows. With several micro-batches, a reduced shard
+    exists beside the gradient to which it is added."""
     trainable, count = [b for b in buckets if b.trainable], limits.micro_batches
 
     def filled(bucket: BucketPlan) -> int:

@@ -91,7 +91,7 @@ def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bo
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of one unit at rest on this rank, without its compute parameters."""
+    """Bytes that this rank keeps between steps for one unit, without compute parameters."""
 
     name: str
     state_nbytes: int  # master_param and optim_state
@@ -99,7 +99,7 @@ class UnitBytes(NamedTuple):
 
 
 class Budgets(NamedTuple):
-    """Bytes that one rank may hold at rest on each tier."""
+    """Bytes that one rank may keep on each tier between steps."""
 
     device: int
     host: int
@@ -117,10 +117,9 @@ def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budg
 
 
 def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRow]:
-    """Choose the tiers of each unit's optimizer: first units on the device, then the host, then files. The next forward
-    needs the first units first, so their optimizer gets the fastest tier. Gradients rest on the device if their
-    optimizer does, else on the host. The device takes as many units as fit. The host keeps space for the gradients of
-    all other units, and takes the optimizers of as many of those units as then fit. Raises ConfigError, with the
+    """Choose the tiers of each unit's masters, optimizer state and gradients. The first units, which the next forward
+    needs first, are on the device, as many as fit. Gradients of all other units are on the host, with the masters and
+    state of as many units as fit then. Masters and state of the last units are in files. Raises ConfigError, with the
     partial plan, if the budgets are too small."""
     state = [unit.state_nbytes for unit in units]
     grad = [unit.grad_nbytes for unit in units]

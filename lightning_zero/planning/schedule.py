@@ -133,7 +133,7 @@ class Cursor:
         return units
 
     def used(self, unit: int) -> bool:
-        """Count a use of ``unit`` as finished. Return whether the unit may be dropped."""
+        """Count one use of ``unit`` as finished. Return whether the plan allows the unit to be dropped now."""
         left = self.uses_left.get(unit, 1) - 1
         self.uses_left[unit] = left
         return left <= 0

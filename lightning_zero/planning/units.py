@@ -91,7 +91,7 @@ def _repeated_blocks(module: nn.Module) -> list[str]:
 
 
 def _is_plain_list(module: nn.Module) -> bool:
-    """Return whether the module is a container that is never called, so that hooks on it would not fire."""
+    """Return whether the module is a container that is never called, so that its hooks would never run."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
 
 

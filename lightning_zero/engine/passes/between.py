@@ -5,11 +5,11 @@ Under DDP parameters have their values in every hook. At stage 3 they are placeh
 same code, so all ranks use a parameter at the same point. The first use gathers the masters of the parameter's unit::
 
     use of a unit      ranks check that all use this unit; its masters are gathered into separate memory
-    use of another     the same; earlier units are hidden if all together exceed ``zero.prefetch_bytes``
+    use of another     the same; uses of earlier units end if all together exceed ``zero.prefetch_bytes``
     a state dict       a use of all units; tensors are copied to the host if only the host has room for all
     a copy in a step   all units of the module show masters until the call returns (a state dict, a load)
-    next step, save    written values are compared between ranks and copied to the masters; all units are hidden
-    an exception       all units are hidden without messages; written values are compared later
+    next step, save    written values are compared between ranks and copied to the masters; all uses end
+    an exception       all uses end without messages; written values are compared later
 
 Views that users keep (``p.detach()``, ``.data``, a state dict) share this memory, so writes to views are noticed. As
 under DDP, views follow the parameter: while any rank holds views, each step is followed by a use of the views' units,
@@ -96,12 +96,13 @@ class _Memory:
 
 
 class Between:
-    """Shows masters in parameters that users' code uses between steps. See [Note: uses of parameters between steps].
+    """Makes masters the values of parameters that users' code uses between steps, until the next step begins.
+    See [Note: uses of parameters between steps].
 
     Attributes:
         in_run: Whether all ranks run the same code (of a Trainer's run or of Fabric), so that uses are allowed.
-        shown: Units whose parameters show masters, in the order of their first use.
-        memory: The whole masters of buckets in shown units, and of buckets of which users on any rank hold views.
+        shown: The units in use, in the order of their first use.
+        memory: The whole masters of buckets in these units, and of buckets of which users on any rank hold views.
         rounds: Whether, in a run, passes compute in another dtype than that of some masters.
         rounded: In a run, the buckets whose parameters stay gathered in a dtype with fewer bits than their masters.
     """
@@ -158,11 +159,11 @@ class Between:
 
     @outside_autograd
     def use(self, unit: Unit, what: str, beside: Collection[Unit]) -> None:
-        """Show the masters of ``unit`` in its parameters. Collective.
+        """Gather the masters of ``unit``, and make the masters the values of its parameters. Collective.
 
         Args:
             what: The use, in words, for errors.
-            beside: The units of all parameters that the same operation uses. They stay shown.
+            beside: The units of all parameters that the same operation uses, whose earlier use is not undone.
 
         Raises ApartError on all ranks if a rank uses another unit or makes another collective call.
         """
@@ -185,8 +186,8 @@ class Between:
 
     @outside_autograd
     def show_in_pass(self, params: Iterable[nn.Parameter]) -> None:
-        """Show the masters of ``params`` in the open pass, until :meth:`hide_in_pass`. All ranks must have issued the
-        same gathers. Collective."""
+        """Make the masters the values of ``params`` in the open pass, until :meth:`hide_in_pass`. All ranks must have
+        issued the same gathers. Collective."""
         self._take_written()
         self.pass_ends()
         for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self._buckets_of(params)):
@@ -263,8 +264,8 @@ class Between:
             bucket.show_whole(Shown.MASTERS, memory.values())
 
     def _make_room(self, unit: Unit, beside: Collection[Unit]) -> None:
-        """Hide shown units, the oldest first, until the remaining ones and ``unit`` take at most ``most_bytes``. Keep
-        the units ``beside`` shown in any case."""
+        """Undo :meth:`use` for units, the first used ones first, until the remaining units and ``unit`` take at most
+        ``most_bytes``. Leave out the units ``beside``."""
         left = sum(map(_nbytes, self.shown)) + _nbytes(unit)
         oldest = []
         for known in self.shown:
@@ -286,7 +287,7 @@ class Between:
 
     @outside_autograd
     def replace(self, place: Place, value: Tensor) -> None:
-        """Perform ``param.data = value`` for the parameter at ``place``, which shows masters."""
+        """Perform ``param.data = value`` for the parameter at ``place``, whose value is its master."""
         memory = self.memory[place.bucket]
         memory.assign(place.info, value)
         place.bucket.show_whole(Shown.MASTERS, memory.values())
@@ -299,22 +300,22 @@ class Between:
         self._take_over(list(self.memory), [], "writes to parameters between steps")
 
     def close(self) -> None:
-        """Copy values that users have written to the masters, as :meth:`flush` does, and hide all units. Collective."""
+        """Copy values that users have written to the masters, and undo :meth:`use` for all units. Collective."""
         if self.shown:
             self._hide(list(self.shown), "the end of uses of parameters between steps")
 
     @outside_autograd
     def refresh(self) -> None:
-        """After a change of masters, copy the new masters into parameters that show masters, and into views that users
-        hold on any rank. Collective."""
+        """After a change of masters, copy the new values into parameters that have masters as values, and into views
+        that users hold on any rank. Collective."""
         self._settle()
         self.shown = []
         for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self.memory):
             self._show(unit)
 
     def abort(self) -> None:
-        """Hide all units after an exception. Store values that users have written, to be compared between ranks and
-        copied to the masters later. Sends no message."""
+        """After an exception, undo :meth:`use` for all units. Store values that users have written, to be compared
+        between ranks and copied to the masters later. Sends no message."""
         written = [
             (Place(bucket, bucket.params[slot]), memory.value(bucket.params[slot]))
             for bucket, memory in self.memory.items()
@@ -327,7 +328,7 @@ class Between:
                 self._writes.replace(place, value)
 
     def forget(self) -> None:
-        """Hide all units and drop values that users have written. Sends no message."""
+        """Undo :meth:`use` for all units, and discard values that users have written. Sends no message."""
         for bucket in self.memory:
             if bucket.shown is Shown.MASTERS:
                 bucket.hide_whole()
@@ -345,8 +346,8 @@ class Between:
         self._take_over(looked_at, hidden, what)
 
     def _take_over(self, buckets: Sequence[Bucket], hidden: Sequence[Bucket], what: str) -> None:
-        """Copy values that users have written to parameters of ``buckets`` to the masters, and hide the parameters of
-        the buckets ``hidden``. ``what``: the operation, in words. Collective."""
+        """Copy values that users have written to parameters of ``buckets`` to the masters, and undo :meth:`use` for the
+        buckets ``hidden``. ``what``: the operation, in words. Collective."""
         number_of = {bucket: number for number, bucket in enumerate(self.memory)}
         written = {number_of[bucket]: slots for bucket in buckets if (slots := self._written(bucket))}
         for bucket in hidden:

@@ -51,8 +51,8 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
 
 
 def refuse_whole(places: Iterable[Place]) -> None:
-    """Raise a RuntimeError if ``param.grad`` of a parameter at ``places`` is a plain tensor, whose values may differ
-    from those in the gradient shards."""
+    """Raise a RuntimeError if ``param.grad`` at ``places`` is a plain tensor, whose values may not be those of the
+    shards."""
     for place in places:
         if place.bucket.shown is Shown.PLAIN and type(place.info.param.grad) is Tensor:
             raise RuntimeError(

@@ -310,8 +310,8 @@ class Hooks:
             self._watch_inputs(unit, args, kwargs)
 
     def _watch_inputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> None:
-        """Register gradient hooks on the inputs of a call of ``unit``, which has frozen weights and so must stay
-        gathered in the backward until all gradients of inputs have arrived."""
+        """Register gradient hooks on the inputs of a call of ``unit``. With frozen weights the unit must stay gathered
+        in the backward until the gradients of all inputs have arrived."""
         inputs = {id(t): t for t in find_tensors((args, kwargs)) if t.requires_grad}
         if torch._C._current_graph_task_id() != -1:
             # In a recomputation only leaves are new. Other inputs were hooked in the forward, or lead to no backward.

@@ -455,8 +455,8 @@ class Passes:
                 self.look = None
 
     def _in_pass(self) -> bool:
-        """Return whether a pass is open in which parameters do not show masters. Between steps of a run, first end a
-        pass that waits for its backward; a later backward opens another pass. Collective."""
+        """Return whether a pass is open in which the values of parameters are not the masters. Between steps of a run,
+        first end a pass that waits for its backward; a later backward opens another pass. Collective."""
         self.forget_failed()
         waits = self.phase is Phase.FORWARD and self._scope is None and not self.hooks.running
         # Views of gathered values (which autograd has saved, maybe) must keep their memory.
@@ -466,9 +466,9 @@ class Passes:
 
     @contextlib.contextmanager
     def copying(self, module: nn.Module, what: str) -> Iterator[None]:
-        """Context manager in which parameters of ``module`` show masters, if a pass of a run is open in which compute
-        parameters are dropped after use or differ in dtype from masters. Does nothing in a backward or in a call of a
-        unit, where :class:`Fence` raises. ``what``: the operation in the body, in words. Collective."""
+        """Context manager in which masters are the values of parameters of ``module``, if a pass of a run is open in
+        which compute parameters are dropped after use or differ in dtype from masters. Does nothing in a backward or in
+        a call of a unit, where :class:`Fence` raises. ``what``: the operation in the body, in words. Collective."""
         fence, runs = self.fence, self.between.runs_here and not (self.in_backward or self.hooks.running)
         if fence.is_lowered or fence.is_plain or not (runs and fence.lacks_masters and self._in_pass()):
             yield
@@ -532,7 +532,7 @@ class Passes:
             self._maybe_reshard(unit)
 
     def _maybe_reshard(self, unit: Unit) -> None:
-        """Reshard ``unit`` in a backward if all gradients whose computation needs its weights have arrived."""
+        """Reshard ``unit`` in a backward if all gradients have arrived whose computation needs the unit's weights."""
         may_go = self.in_backward and unit.index and not self._open.second_order
         if may_go and not unit.calls and unit.arrived >= unit.expected:
             unit.arrived = 0  # for a second backward

@@ -148,8 +148,8 @@ class Stepper(ABC):
         return {key: state for key, state in states.items() if state}
 
     def _own_state(self, *, anew: bool = False) -> None:
-        """Replace the optimizer's `state` by one that notices when users clear it. `anew`: start without state if users
-        have cleared or replaced the state since the last call."""
+        """Replace the `state` of an optimizer of torch by a :class:`StateBySlice`, which notices when users clear it.
+        `anew`: start without state if users have cleared or replaced the state since the last call."""
         state = self.optimizer.state
         owned = isinstance(state, StateBySlice) and not state.cleared
         # Not for optimizers of users' own classes, which may share the state object with an optimizer inside.
@@ -160,8 +160,8 @@ class Stepper(ABC):
                 self.load_param_states({})
 
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Run the closure on the user's param groups, then step the shards, with the user's step hooks around both.
-        Return the closure's result. Collective."""
+        """Run the closure on the user's param groups, then step the shards. The user's step hooks run before and after
+        both. Return the closure's result. Collective."""
         # Around the whole step, as in torch: hooks find the user's parameters, gradients and, after it, new values.
         run: Callable[..., object] = self._step_all
         if self._around.passes.look is None:
@@ -218,8 +218,8 @@ class Stepper(ABC):
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
         """Return the optimizer state that this rank saves, by slot, with a `Leaf` in place of each tensor of
         :meth:`parts`. A value that a parameter has once (a step count) is saved by the rank with the parameter's first
-        element. The state of an empty parameter is saved by every rank that has the state or, with `once`, only by the
-        first."""
+        element. The state of an empty parameter is saved by each rank that has it or, with `once`, by the first rank
+        only."""
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
@@ -455,7 +455,7 @@ class ShardedOptimizer(Stepper):
                 bucket.copy_master_to_params()
 
     def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
-        """Return a job that steps one bucket with the hyperparameters and gradient that it has at this call."""
+        """Return a job that steps one bucket with its present gradient and the present hyperparameters."""
         # Take the gradient and a shadow of the optimizer now. Before the worker steps this bucket, a scheduler may
         # change the learning rate and `zero_grad` may clear the gradient; and the worker changes param groups.
         shadow = shadow_of(self.optimizer)

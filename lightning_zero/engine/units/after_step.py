@@ -87,8 +87,8 @@ class StepWorker:
             self._fail(self._error)
 
     def _next_job(self, *, or_stop: bool = False) -> StepJob | None:
-        """Return the next job; None if no job is queued. `or_stop`: in that case also note that the thread stops, so
-        that the next submit starts a thread."""
+        """Return the next job; None if no job is queued. `or_stop`: in that case note that the thread stops, so that
+        the next call of :meth:`submit` starts a thread."""
         with self._lock:
             self._running = bool(self._waiting) or not or_stop
             return self._waiting.pop(0) if self._waiting else None
@@ -148,7 +148,7 @@ class StepWorker:
             raise self._error
 
     def close(self) -> None:
-        """Stop the thread after the jobs that are queued."""
+        """Stop the thread after the queued jobs."""
         # Waits in the main thread only: a thread cannot wait for its own end.
         self._pool.shutdown(wait=threading.current_thread() is threading.main_thread())
 
@@ -191,8 +191,8 @@ class AfterStep:
         self._viewed = {bucket for bucket, known in self._references.items() if self._referring(bucket) > known}
 
     def step_ends(self) -> None:
-        """After an optimizer step, count references again, because the optimizer may keep views. Leave out buckets of
-        which users keep views."""
+        """After an optimizer step, count references again, because the step may keep some. Leave out buckets of which
+        users keep views."""
         for bucket in self._references.keys() - self._viewed:
             self._references[bucket] = self._referring(bucket)
 

@@ -206,7 +206,8 @@ class Bucket:
         return self.storage.master
 
     def share(self, values: Tensor) -> None:
-        """Fill the full buffer from all ranks' `values` [owned numel], if the bucket stays gathered. Collective."""
+        """Fill the full buffer from all ranks' `values` [owned numel], if the bucket stays gathered between uses.
+        Collective."""
         if not self.plan.reshards:
             self._own_part.copy_(values)
             if self.plan.shards_master:

@@ -73,7 +73,7 @@ class Owner(Protocol):
         ...
 
     def hands_out(self, param: nn.Parameter, read: Callable[[], Tensor]) -> Tensor:
-        """Gather `param`, then return `read()`, which is torch's `param.data`, for users' code. Later writes to the
+        """Gather `param`, then return `read()`, which is torch's `param.data`, to users' code. Later writes to the
         result are noticed: see [Note: checksums of writes]."""
         ...
 
@@ -197,7 +197,7 @@ class _Absent:
         return _without_values(self).is_contiguous(memory_format=memory_format)
 
     def _read_grad(self: Any) -> Tensor | None:
-        """Return torch's `grad`, without a call of `__torch_function__`, which would take ten times as long."""
+        """Return torch's `grad`, without `__torch_function__`, which would take ten times as long."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Tensor | None = get_grad(self)
         return grad
@@ -282,7 +282,7 @@ def _name_of(func: Any) -> str:
 def _targets(
     func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object] | None
 ) -> Sequence[object]:
-    """Return the arguments that ``func``, which needs values, writes to in place."""
+    """Return the arguments that ``func`` writes to in place, if any, and its ``out`` argument."""
     name = _name_of(func)
     operator = name == "__setitem__" or (name.startswith("__i") and len(args) > 1)  # x[0] = 1, x += 1
     in_place = operator or (name.endswith("_") and not name.endswith("__"))

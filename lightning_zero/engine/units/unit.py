@@ -190,7 +190,8 @@ class Unit:
             bucket.node_shard.values = None
 
     def serve(self) -> None:
-        """Take part in a gather that other ranks need, although the unit is gathered on this rank. Collective."""
+        """Take part in a gather that other ranks need of this unit, which is gathered on this rank already.
+        Collective."""
         # Wait, because this rank's own slice may not have arrived in the buffer yet.
         self.unshard_wait()
         # Gather into a copy: kernels may be reading the buffer, and users' writes in it would be lost.
