@@ -181,16 +181,13 @@ class Communicator:
         factor: float = 1.0,
         total_dtype: torch.dtype | None = None,
     ) -> Reduction:
-        """Sum ``full`` [shard.size * n] over all ranks, times ``factor``. Collective. Overwrites ``full``.
-
-        The result of the returned handle is this rank's slice of the sum [n] or, with ``whole``, all of the sum, in the
-        memory of ``full`` if dtypes are equal. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends slices in
-        the dtype of ``full``, and each rank adds slices up in ``total_dtype``, in an order that dtypes do not change.
-
-        With streams this method also issues the messages that follow the sum over the ranks that share shards: a sum
-        over nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait for the first sum,
-        so all ranks issue all messages in the order of reductions.
-        """
+        """Sum ``full`` [shard.size * n] over all ranks, times ``factor``. Collective. Overwrites ``full``. The result
+        of the returned handle is this rank's slice of the sum [n] or, with ``whole``, all of the sum, in the memory of
+        ``full`` if dtypes are equal. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends slices in the dtype
+        of ``full``, and each rank adds slices up in ``total_dtype``, in an order that dtypes do not change. With
+        streams this method also issues the messages that follow the sum over the ranks that share shards: a sum over
+        nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait for the first sum, so all
+        ranks issue all messages in the order of reductions."""
         self._count("all_reduce" if whole else "reduce_scatter", label, full, total_dtype)
         in_levels = total_dtype is not None and self.ranks.sum.size > 0
         if self._groups is None:
@@ -380,9 +377,8 @@ class Communicator:
         return Members(ranks.index, ranks.size, getattr(self._groups, group))
 
     def _sum_in_node(self, full: Tensor, total_dtype: torch.dtype | None) -> Sent:
-        """Sum ``full`` over the ranks of this node that share shards: the first level of a sum in two levels. Sends one
-        message for each node's slices. The result [nodes * n] is this node's sum of one slice [n] of each node, the
-        input of :meth:`_sum_nodes`."""
+        """Sum ``full`` over the ranks of this node that share shards: the first level of a sum in two levels, by one
+        message for each node's slices. The result [nodes * n] has this node's sum of a slice [n] for each node."""
         slices, among = full.chunk(self.ranks.across.size), self._members("node_sum")
         send = partial(self._transport.reduce, total_dtype=total_dtype)
         if self.queues:  # sum at once, so that the next message is received in the same memory

@@ -40,8 +40,7 @@ class Pending:
 
     def abandon(self, deadline: float) -> bool:
         """Wait for the messages until ``deadline`` (in ``time.monotonic``) after an exception, then drop their handles.
-        Return whether all messages have ended. If False, messages may still access their tensors, whose storages the
-        caller must not resize."""
+        Return whether all messages have ended. If False, the caller must not resize the tensors' storages."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 # torch rounds to milliseconds and takes zero as "no limit".
@@ -136,8 +135,7 @@ class SpareBuffers:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Keep ``buffer`` [numel], which the caller no longer uses, for reuse. A device buffer is not kept, because
-        streams may still use its memory."""
+        """Keep ``buffer`` [numel], which the caller no longer uses, for reuse if it is in host memory."""
         if buffer.device.type == "cpu" and buffer.nbytes <= self._keep_nbytes:
             self._kept.append(buffer)
             self._kept.sort(key=attrgetter("nbytes"))

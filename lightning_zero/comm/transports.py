@@ -30,24 +30,22 @@ class Members(NamedTuple):
 
 class Sent(NamedTuple):
     """Messages in flight. ``works``: handles on which the host must wait; empty if messages are queued on the current
-    stream. ``finish``: returns the result; call ``finish`` once, after the waits, on the stream that uses the
-    result."""
+    stream. ``finish``: returns the result; call it once, after the waits, on the stream that uses the result."""
 
     works: list[Any]
     finish: Callable[[], Tensor]
 
 
 class Transport(Protocol):
-    """Sends logical operations as messages. All methods are asynchronous and collective and need contiguous tensors.
-    ``exchanges``: whether reductions can use :func:`exchange`. ``waits_on_host``: the host waits for device messages
-    too."""
+    """Sends logical operations as messages. All methods are asynchronous and collective; tensors must be contiguous.
+    ``exchanges``: reductions can use :func:`exchange`. ``waits_on_host``: the host waits for device messages too."""
 
     exchanges: bool
     waits_on_host: bool = False
 
     def gather(self, full: Tensor, among: Members) -> Sent:
-        """Fill ``full`` [size * n] in place with the slices [n] of all ranks; the caller has filled this rank's slice.
-        The result is ``full``. Collective."""
+        """Fill ``full`` [size * n], which has this rank's slice, with the slices [n] of all ranks, in place.
+        Collective."""
         ...
 
     def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:

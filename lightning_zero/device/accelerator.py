@@ -14,8 +14,7 @@ Event = object  # defined by the device; None on the host
 
 
 class Accelerator:
-    """The interface to a device. This base class is the host. ``has_streams``: the device has streams and its own
-    memory."""
+    """The interface to a device. This base class is the host. ``has_streams``: whether the device has streams."""
 
     has_streams: bool = False
 

@@ -118,8 +118,7 @@ class Advice:
 def plan_row(
     model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig, rates: Rates | None = None
 ) -> Row:
-    """Plan the memory and, with ``rates``, the time of a stage and offload. ``settings``: has the budgets for
-    ``auto``."""
+    """Plan the memory and, with ``rates``, the time of a stage and offload. ``settings``: budgets for ``auto``."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:

@@ -124,8 +124,7 @@ def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequen
 
 
 def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
-    """Yield (role, tier, bytes) of memory that ``bucket`` keeps allocated at ``moment``. ``state``: bytes of state
-    tensors."""
+    """Yield (role, tier, bytes) of what ``bucket`` keeps allocated at ``moment``. ``state``: bytes of state tensors."""
     sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
     if bucket.beside:
         yield Role.compute_param, Tier.device, bucket.beside
@@ -173,8 +172,7 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
 
 
 def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
-    """Yield (unit, whether in the backward, bytes of gathered units) per use. ``nbytes``: see
-    :func:`gathered_peaks`."""
+    """Yield (unit, is in backward, bytes of gathered units) for each use. ``nbytes``: see :func:`gathered_peaks`."""
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
     cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
@@ -228,8 +226,7 @@ def peak_bytes(
 
 
 def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of a rank's slices of units, without the root, that its node keeps for the backward; 0 if
-    none."""
+    """Return the bytes of a rank's slices of units (without the root) kept by its node for the backward; 0 if none."""
     if not limits.node_ranks:
         return 0
     return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)

@@ -111,8 +111,7 @@ class Access:
     def _bring(self, params: Sequence[nn.Parameter], operation: str, *, saves: bool = False) -> list[Unit]:
         """Gather the units of ``params`` for the user's ``operation``. Return the units that the caller must reshard
         after the operation. Between the passes of a run, show the parameters' masters instead and return no units.
-        ``saves``: whether autograd will save the values. Raises RuntimeError if parameters are sharded between passes
-        outside of a run."""
+        ``saves``: autograd will save the values. Raises RuntimeError if parameters are sharded and no run is open."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         places = [self._place_of(param) for param in params]

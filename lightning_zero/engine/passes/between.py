@@ -279,8 +279,8 @@ class Between:
             self._hide(oldest, f"room for unit {unit.title} between steps")
 
     def hand_out(self, place: Place, values: Tensor) -> None:
-        """Note that users' code has read ``.data`` of the parameter at ``place``. Writes to ``.data`` change no version
-        counter, so checksums find them."""
+        """Note that users' code has read ``.data`` of the parameter at ``place``. Save a checksum of its values,
+        because writes to ``.data`` do not increment the version counter."""
         memory = self.memory[place.bucket]
         if place.info.slot not in memory.handed_out:
             memory.handed_out[place.info.slot] = memory.checksum(place.info)
@@ -295,8 +295,8 @@ class Between:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Copy values that users have written to the masters. All ranks raise RuntimeError if values differ.
-        Collective."""
+        """Copy values that users have written to parameters to the masters. Raise RuntimeError on all ranks if ranks
+        have written different values. Collective."""
         self._take_over(list(self.memory), [], "writes to parameters between steps")
 
     def close(self) -> None:

@@ -70,8 +70,7 @@ class GatherOrder:
 
     @outside_autograd
     def unshard(self, unit: Unit, what: str) -> None:
-        """Gather ``unit``, which is not the root, and wait for the gather. ``what``: the kind of use, for error
-        messages."""
+        """Gather ``unit`` (not the root), and wait for the gather. ``what``: the kind of use, for error messages."""
         self.comm.waits.place = f"{what} of unit {unit.title} in pass {self._key}"
         self._after_step.sync_params(unit)
         if not unit.reshards:

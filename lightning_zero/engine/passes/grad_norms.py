@@ -51,8 +51,7 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
 
 
 def refuse_whole(places: Iterable[Place]) -> None:
-    """Raise a RuntimeError if ``param.grad`` at ``places`` is a plain tensor, whose values may not be those of the
-    shards."""
+    """Raise a RuntimeError if a ``param.grad`` at ``places`` is a plain tensor, so that shards may lack its values."""
     for place in places:
         if place.bucket.shown is Shown.PLAIN and type(place.info.param.grad) is Tensor:
             raise RuntimeError(

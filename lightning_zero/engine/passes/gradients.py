@@ -220,8 +220,7 @@ class BucketGrads:
         self.used.add(slot)
 
     def zero(self, slot: int) -> None:
-        """Zero the gradient of ``slot``, for ``param.grad.zero_()``. A step then uses a zero gradient, whereas it skips
-        a parameter whose gradient is None."""
+        """Zero the gradient of ``slot``, for ``param.grad.zero_()``. The next step uses a zero gradient."""
         self.written.discard(slot)
         self.partial.discard(slot)
         self._zero_reduced(slot)
@@ -425,9 +424,8 @@ class Reducer:
 
     def _may_wait(self) -> bool:
         """Return whether this rank can wait in a backward for its oldest reduction in flight without a deadlock. A
-        waiting rank issues no gathers. So it may wait only if all ranks have issued the reduction already, or if no
-        rank needs a gather before. On a device a stream waits, not the host, so it is enough that all ranks use the
-        same units."""
+        waiting rank issues no gathers, so it may wait only if all ranks have issued the reduction already or no rank
+        needs a gather before. On a device, where a stream waits, it is enough that all ranks use the same units."""
         oldest = self.issued - len(self._in_flight)
         is_sent = oldest < self.issued_everywhere
         return is_sent or not self._gathers_in_backward or (self.comm.queues and self.one_path)

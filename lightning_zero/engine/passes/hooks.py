@@ -141,8 +141,8 @@ class Hooks:
                         self._watch_grad(unit, bucket, info.slot)
 
     def _watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
-        """Register a hook on the parameter at ``slot`` that passes its gradient to the passes, and sets ``param.grad``
-        to None, as soon as autograd has accumulated the gradient."""
+        """Register a hook on the parameter at ``slot`` that passes its gradient to the passes and sets ``param.grad``
+        to None as soon as autograd has accumulated the gradient."""
         param = bucket.params[slot].param
         # Weakly: the garbage collector does not see through this hook; the bucket's masters would live for ever.
         passes_ref, place = self._passes, (unit.index, unit.buckets.index(bucket))

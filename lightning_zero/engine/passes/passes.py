@@ -271,9 +271,8 @@ class Passes:
         self.timeline.run_ends(together=whole and not self.aborted)
 
     def masters_changed(self, changed: set[Bucket]) -> None:
-        """Issue gathers of replicated parameters, unit by unit, because the masters of buckets ``changed`` have
-        changed. The next forward waits for these gathers; in an open pass this method waits for the root's gather.
-        Collective."""
+        """Issue gathers of replicated parameters, unit by unit, after masters of the buckets ``changed`` have changed.
+        The next forward waits for these gathers; in an open pass this method waits for the root's. Collective."""
         self.after_step.masters_changed(changed)
         if self.key is not None:
             self.after_step.sync_params(self.units[0])

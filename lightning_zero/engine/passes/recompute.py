@@ -152,8 +152,7 @@ class StateReplay:
     @contextlib.contextmanager
     def replay(self, values: StateValues) -> Iterator[None]:
         """Context manager for a recomputation, in which the module's buffers and frozen parameters are copies of
-        ``values``, a result of :meth:`record`. At the end, restore the module's tensors. The recomputed graph may refer
-        to the copies."""
+        ``values``, a result of :meth:`record`. On exit restore the module's tensors; the graph keeps the copies."""
         now = []
         for (owner, name), value in values.items():
             is_buffer = name in owner._buffers

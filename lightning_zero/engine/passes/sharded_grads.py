@@ -68,8 +68,7 @@ class ShardedGrads:
                 param.grad = grad
 
     def place_used(self) -> None:
-        """Set ``param.grad`` of all parameters with gradients to their :class:`ShardedGrad`. Does nothing inside
-        :meth:`set_aside`."""
+        """Set ``param.grad`` of parameters with gradients to a :class:`ShardedGrad`, unless in :meth:`set_aside`."""
         for bucket, grads in () if self._aside else self._grads.items():
             self.place([bucket.params[slot] for slot in grads.used])
 
@@ -103,8 +102,7 @@ class ShardedGrads:
         self.forget_cleared(takes=True)
 
     def refuse_undivided(self) -> None:
-        """Raise RuntimeError if gradients are sums over tokens that have not been divided by the number of tokens
-        yet."""
+        """Raise RuntimeError if gradients are sums over tokens, not yet divided by the number of tokens."""
         if self.undivided:
             raise RuntimeError(
                 "zero.loss=tokens: gradients are sums over tokens until the step divides them by their number. Read or "
@@ -177,8 +175,7 @@ class ShardedGrads:
             self.write(info, grad)
 
     def shows(self, grad: ShardedGrad) -> bool:
-        """Return whether ``grad`` is still the gradient of its parameter, that is, whether users have not cleared
-        it."""
+        """Return whether ``grad`` is still the gradient of its parameter: users have not cleared the gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             now = get_grad(grad.info.param)
         is_there = now is grad or type(now) is Tensor or grad.added or self._aside
@@ -233,9 +230,9 @@ class ShardedGrads:
 
     @outside_autograd
     def gather(self, info: ParamInfo) -> Tensor:
-        """Return the whole gradient of one parameter, with the values that DDP's ``param.grad`` has. Collective if
-        gradients are sharded. Raises RuntimeError in a backward, after a backward that raised, and for a gradient that
-        is only partly reduced."""
+        """Return the whole gradient of one parameter, with the values of DDP's ``param.grad``. Collective if gradients
+        are sharded. Raises RuntimeError in a backward, after one that raised, and if the gradient is only partly
+        reduced."""
         scale = self._reducer.shown_scale(id(info.param))
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
@@ -313,8 +310,7 @@ class ShardedGrads:
         on_host = functools.cache(lambda: streams.to_host(factor))
 
         def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
-            """Return whether the bucket's offloaded step will scale the gradient, so that the host does not wait
-            now."""
+            """Return whether the bucket's offloaded step will scale the gradient, without a wait of the host."""
             return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
 
         grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))
@@ -327,8 +323,7 @@ class ShardedGrads:
             grad.clamp_(-clip_value, clip_value)
 
     def _before_clamp(self, grad: Tensor) -> None:
-        """Under ``skip_nonfinite``, replace infinity in ``grad`` by NaN, because a clamp would make infinity finite and
-        the step would not be skipped."""
+        """Under ``skip_nonfinite``, replace infinity in ``grad`` by NaN, which a clamp does not make finite."""
         if self._most_overflows is not None:
             grad.masked_fill_(grad.isinf(), float("nan"))
 

@@ -67,8 +67,7 @@ def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = Non
 
 
 def checksum_of_buffer(buffer: Tensor) -> int:
-    """Return the checksum of a flat ``buffer`` whose size is a multiple of eight bytes. Faster than
-    :func:`checksum`."""
+    """Return the checksum of a flat ``buffer`` of a multiple of eight bytes. Faster than :func:`checksum`."""
     return checksum(buffer.detach().view(torch.int64))
 
 
@@ -324,8 +323,7 @@ class Writes:
             raise unequal_error(unequal, what, also)
 
     def confirm_if_any(self) -> None:
-        """Call :meth:`confirm` if any rank has writes that were not compared yet. Call this between passes.
-        Collective."""
+        """Call :meth:`confirm` if any rank has writes that were not compared yet. Call between passes. Collective."""
         flag = torch.tensor([bool(self.unconfirmed)], dtype=torch.uint8)
         if int(self._comm.max_(flag).item()):
             self.confirm()
@@ -426,8 +424,7 @@ class Fence:
 
     @property
     def lacks_masters(self) -> bool:
-        """Return whether, in a pass, some parameters are sharded or gathered in a dtype with fewer bits than their
-        masters."""
+        """Return whether, in a pass, some parameters are sharded or have fewer bits than their masters."""
         return any(bucket.plan.reshards or bucket.rounds for bucket in self._buckets)
 
     @contextlib.contextmanager

@@ -69,8 +69,7 @@ class StateBySlice(defaultdict[Tensor, State]):
     cleared = False
 
     def clear(self) -> None:
-        """Wait for offloaded steps, which write to the state, then clear the state. The next step starts without
-        state."""
+        """Wait for offloaded steps, then clear the state. The next step starts without state."""
         if (around := self.around()) is not None:
             around.after_step.wait_for_steps()
         super().clear()

@@ -51,8 +51,7 @@ from lightning_zero.settings import ConfigError, StateDtype
 
 
 class Stepper(ABC):
-    """Makes a user's `optimizer.step` step the shards of an engine. One subclass steps slices, another whole
-    tensors."""
+    """Makes a user's `optimizer.step` step the shards of an engine. Subclasses step slices or whole tensors."""
 
     def __init__(self, optimizer: Optimizer, around: AroundStep) -> None:
         for name in HOOKS:  # a wrapper may not have called Optimizer.__init__
@@ -204,15 +203,13 @@ class Stepper(ABC):
 
     @abstractmethod
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        """After a restage has given `bucket` a new storage, load this rank's part of `states`, which are whole
-        tensors."""
+        """Load this rank's part of whole tensors `states`, after a restage gave `bucket` a new storage."""
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
-        """Yield this rank's element-wise state tensors of a bucket: without values that a parameter has once, such as
-        step counts."""
+        """Yield this rank's element-wise state tensors of a bucket, without values such as step counts."""
 
     @abstractmethod
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
@@ -231,8 +228,8 @@ class Stepper(ABC):
         """Gather the state tensors of the leaves in `slots`. Yield (slot, leaf, whole tensor). Collective."""
 
     def check_state(self, place: Place, state: Saved, what: str) -> None:
-        """Raise ConfigError if a shape in `state` does not fit the parameter at `place`. `what`: the source of `state`,
-        in words."""
+        """Raise ConfigError if a shape in `state` does not fit the parameter at `place`. `what`: the source of
+        `state`."""
         for name, value in leaves_of(state):
             expected = self._shape_of_state(place, name)
             if expected is not None and value.shape != expected:
@@ -261,21 +258,18 @@ class Stepper(ABC):
 
     @abstractmethod
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        """Yield the bytes of each state tensor that this rank has for `bucket`. Before the first step there are
-        none."""
+        """Yield the bytes of each state tensor that this rank has for `bucket`; none before the first step."""
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
-        """Return the bytes that this rank's optimizer state will take on `tier`, as far as known before the first
-        step."""
+        """Return the bytes that this rank's optimizer state will take on `tier`, as known before the first step."""
 
     def states_per_element(self) -> int:
         """Return the number of state tensors as large as the masters; 0 if the optimizer's class is unknown."""
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Return the bytes of this rank's state of parameters that are stepped whole, under `plan` (None: the bucket's
-        present plan)."""
+        """Return the bytes of this rank's state of parameters that are stepped whole, under `plan` (None: present)."""
         return 0
 
     def step_peak(self) -> int:
@@ -284,8 +278,7 @@ class Stepper(ABC):
 
 
 class ShardedOptimizer(Stepper):
-    """Steps this rank's slices of parameters. During a step, param groups list flat slices (runs) instead of
-    parameters."""
+    """Steps this rank's slices of parameters. During a step, param groups list flat slices (runs) of masters."""
 
     def __init__(
         self,

@@ -67,8 +67,7 @@ class StepWorker:
         self._lock = threading.Lock()
 
     def submit(self, jobs: Iterable[StepJob], event: Event) -> None:
-        """Queue `jobs`. The end of each job completes `awaited_step` of its bucket. `event`: jobs write to the GPU only
-        after this event."""
+        """Queue `jobs`, each of which completes its bucket's `awaited_step`. Jobs write to the GPU after `event`."""
         # Before the worker sees the jobs: when this returns, every gather of these buckets waits for its step.
         queued = [job._replace(future=job.bucket.awaited_step.announce(event)) for job in jobs]
         if not queued:

@@ -206,8 +206,7 @@ class Bucket:
         return self.storage.master
 
     def share(self, values: Tensor) -> None:
-        """Fill the full buffer from all ranks' `values` [owned numel], if the bucket stays gathered between uses.
-        Collective."""
+        """Fill the full buffer from all ranks' `values` [owned numel], if the bucket does not reshard. Collective."""
         if not self.plan.reshards:
             self._own_part.copy_(values)
             if self.plan.shards_master:
@@ -541,8 +540,7 @@ class Place(NamedTuple):
 
     @property
     def slices(self) -> list[int]:
-        """Return how many of the parameter's elements each rank's shard has, without ranks that have none; [0] if the
-        parameter is empty."""
+        """Return the numbers of the parameter's elements in the shards that have any; [0] if the parameter is empty."""
         layout = self.bucket.layout
         parts = (part for rank in range(layout.world_size) for part in layout.fragments(rank))
         return [part.numel for part in parts if part.index == self.info.slot] or [0]

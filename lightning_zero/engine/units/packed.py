@@ -35,8 +35,7 @@ def refuse_unpackable(param: nn.Parameter, fqn: str) -> None:
 
 
 def tensors_beside(param: Tensor) -> Iterator[tuple[object, str, Tensor]]:
-    """Yield (quantization state, attribute, tensor) of each tensor in the parameter's `quant_state`, nested ones
-    too."""
+    """Yield (quantization state, name, tensor) of each tensor in the parameter's `quant_state`, nested ones too."""
     state = getattr(param, "quant_state", None)
     while hasattr(state, "__dict__"):
         yield from ((state, key, value) for key, value in [*vars(state).items()] if isinstance(value, Tensor))

@@ -172,8 +172,8 @@ class Unit:
         self.keeps_node_slices = self.reshards and self.buckets[0].comm.ranks.node.size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
-        """End a pass: drop the unit and slices kept for the node. `deadline`: see :meth:`abandon`; None: no
-        exception."""
+        """End a pass: drop the unit and slices kept for the node. `deadline`: after an exception; see
+        :meth:`abandon`."""
         self.keeps_node_slices = self.is_held = False
         self.calls.clear()
         if deadline is None:
@@ -190,8 +190,7 @@ class Unit:
             bucket.node_shard.values = None
 
     def serve(self) -> None:
-        """Take part in a gather that other ranks need of this unit, which is gathered on this rank already.
-        Collective."""
+        """Take part in a gather that other ranks need, although this rank has the unit gathered. Collective."""
         # Wait, because this rank's own slice may not have arrived in the buffer yet.
         self.unshard_wait()
         # Gather into a copy: kernels may be reading the buffer, and users' writes in it would be lost.

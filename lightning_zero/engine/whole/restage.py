@@ -50,8 +50,7 @@ Follow = Callable[[int, Move], None]  # called with a bucket's number and move, 
 
 @outside_autograd
 def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
-    """Move all buckets to ``config``; see ``Engine.restage``. ``instances``: numbers of file tiers in use.
-    Collective."""
+    """Move all buckets to ``config``: see ``Engine.restage``. ``instances``: numbers of used file tiers. Collective."""
     if not _agree(engine, config):
         return
     for sharded in engine.optimizers:
