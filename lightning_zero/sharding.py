@@ -59,11 +59,11 @@ def shard(
 ) -> Engine:
     """Shard ``module`` in place over the ranks of a process group, with rank 0's values. Return its engine. Collective.
 
-    In your own loop each rank keeps its own buffers that forwards change; under Trainer and Fabric all get rank 0's.
+    In your own loop, ranks have different buffers if forwards change them; Trainer and Fabric broadcast rank 0's.
 
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (default), or 0 .. 3.
-        config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` that override it.
+        config: a complete configuration; ``settings`` are fields of :class:`ZeroConfig` that override it.
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
         device: where to train; default: this rank's GPU, or the CPU. On ``meta``, steps compute no values and only
             count collectives and bytes, over torch's fake process group (``make bench-scale``).
@@ -97,8 +97,8 @@ def shard(
 
 
 def node_name() -> str:
-    """Return this node's ``<host name>/<node number>``, with the number of torchrun, SLURM or ``NODE_RANK``, or
-    none."""
+    """Return this node's ``<host name>/<node number>``. Without torchrun, SLURM and ``NODE_RANK`` the number is left
+    out."""
     number = next((os.environ[key] for key in ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK") if key in os.environ), "")
     return f"{socket.gethostname()}/{number}"
 

@@ -1,7 +1,8 @@
 """Train a small model at every stage and with every offload of this machine: ``python -m lightning_zero.env --check``.
 
 For each stage, offload setting and precision, a model trains a few steps from the same weights, in one process per GPU
-(or two on the CPU). Losses must equal DistributedDataParallel's up to rounding, bytes between steps the plan's.
+(or two on the CPU). Losses must equal those of DistributedDataParallel up to rounding, and held bytes must equal
+planned bytes.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, 
 
 
 def _train(row: Row, rank: int, device: Any, files: str) -> list[float]:
-    """Train a model with the settings ``row`` and return its losses. Raises AssertionError if the bytes that it holds
-    after the last step differ from the plan's. Collective."""
+    """Train a model with the settings ``row`` and return its losses. Raises AssertionError if the bytes that the
+    model holds after the last step differ from the plan's. Collective."""
     offload: dict[str, Any] = {"name": row.offload}
     settings: dict[str, Any] = {"stage": row.stage, "offload": offload, "precision": row.precision}
     if Offload[row.offload].uses_files or row.offload == "auto":

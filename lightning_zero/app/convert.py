@@ -27,6 +27,7 @@ from lightning_zero.checkpoint.hugging_face.export import write_extras
 from lightning_zero.checkpoint.hugging_face.files import RECORD, Files, alone, model_of, outgoing, parse_dtype, written
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.engine.whole.state_dicts import versioned
+from lightning_zero.pretrained import some
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.settings import ConfigError, parse_bytes
@@ -115,7 +116,7 @@ def _mapped(kind: type[Any], act: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _by_number(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with numbers as keys in place of parameter names, as torch's optimizers have it."""
+    """Return an optimizer's state with parameters numbered, as torch's optimizers save them, instead of named."""
     state = {"state": {}, "param_groups": [], **state}
     numbers = {key: n for n, key in enumerate(key for group in state["param_groups"] for key in group["params"])}
     groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]
@@ -151,6 +152,8 @@ def _to_safetensors(checkpoint: dict[str, Any], target: Place, shard_nbytes: int
             f"convert: expected names that begin with prefix={prefix!r}, got names such as {next(iter(state), '')!r}. "
             "Change prefix=."
         )
+    if lost := [key for key in state if not key.startswith(prefix)]:
+        print(f"left out, as their names do not begin with prefix={prefix!r}: {some(lost)}", file=sys.stderr)
     metas = {value: torch.empty(value.shape, dtype=value.dtype, device="meta") for value in own.values()}
     like = {name: metas[value] for name, value in own.items()}
     plan = outgoing(model if model is not None else torch.nn.Module(), like)

@@ -39,8 +39,8 @@ Facts = dict[str, Any]
 
 
 def facts(disk: str | None = None) -> dict[str, Facts]:
-    """Return facts about this machine by section. A section that fails holds its error. ``disk``: a folder whose speed
-    is measured; None: measure none."""
+    """Return facts about this machine by section; a section that fails has its error instead. ``disk``: a folder whose
+    speed is measured; None: measure none."""
     sections: dict[str, Callable[[], Facts]] = {
         "torch": _torch,
         "packages": _packages,
@@ -170,7 +170,7 @@ def _disk(folder: str) -> Facts:
 
 
 def variables(environ: Mapping[str, str]) -> Facts:
-    """Select from ``environ`` what matters to a run. Leave out variables named like secrets, and passwords in URLs."""
+    """Return the variables in ``environ`` that affect a run, without those named like secrets and passwords in URLs."""
     return {
         name: _IN_URL.sub("", value)
         for name, value in sorted(environ.items())
@@ -209,7 +209,7 @@ def text_of(found: Mapping[str, Facts]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run ``python -m lightning_zero.env``. Without ``--check`` it succeeds even if a section of the report fails."""
+    """Run ``python -m lightning_zero.env``. Without ``--check`` the exit code is 0 even if a section fails."""
     parser = argparse.ArgumentParser(prog="python -m lightning_zero.env", description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(

@@ -32,8 +32,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raises ConfigError if the user has set
-    others."""
+    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raise ConfigError if others are set."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return
@@ -73,7 +72,7 @@ def _accelerator(cluster: ClusterConfig, asked: str) -> str:
 
 
 def check_inside(cluster: ClusterConfig) -> None:
-    """Raise ConfigError if ``cluster=slurm`` but no launcher has started this process, so that it is not in a job."""
+    """Raise ConfigError if ``cluster=slurm``, but no launcher such as srun has started this process in a job."""
     found = launched()
     if cluster.name is ClusterName.slurm and (found is None or found.by == "plain"):
         raise ConfigError(
@@ -83,7 +82,8 @@ def check_inside(cluster: ClusterConfig) -> None:
 
 
 def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
-    """Return [Lightning's SLURM environment], which handles the signal before the time limit; [] without SLURM."""
+    """Return a list of Lightning's SLURM environment, which handles the signal before the time limit; [] without
+    SLURM."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
     if cluster.name is not ClusterName.slurm:
@@ -133,7 +133,8 @@ def check_saves(config: TrainConfig, explicit: set[str]) -> None:
 
 
 def make_folders(config: TrainConfig) -> None:
-    """Create the folders of loggers and, if any are saved, of checkpoints. Raise ConfigError if that is impossible."""
+    """Create the folders of loggers, and of checkpoints if the run saves any. Raise ConfigError if one cannot be
+    made."""
     saves = config.task is Task.fit and saves_nothing(config) is None
     for group, key, nodes in (("logger", "save_dir", config.logger), ("callbacks", "dirpath", config.callbacks)):
         for name, node in nodes.items() if saves or group == "logger" else ():
@@ -151,7 +152,8 @@ def keep_work(config: TrainConfig, trainer: Trainer) -> None:
 
 
 def command_to_go_on(arguments: Sequence[str], path: str) -> str:
-    """Return the command (in a job: advice) to continue a run from checkpoint ``path``. ``arguments``: of that run."""
+    """Return the command, or in a job a sentence, that says how to resume a run from the checkpoint ``path``.
+    ``arguments``: the run's command-line arguments."""
     given = [a for a in arguments if re.split(r"[=@]", a.lstrip("+"))[0] != "ckpt_path"]
     place = launched()
     if job_name() is not None or (place is not None and place.by != "plain"):
@@ -160,7 +162,7 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
-    """Return the checkpoint to resume from, equal on all ranks: a restarted job's newest, else ``config.ckpt_path``."""
+    """Return the checkpoint to resume from: the newest of an earlier start of this job, else ``config.ckpt_path``."""
     from lightning_zero.trainer.saves.kept_files import newest_of_job
 
     folders = [folder for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))]

@@ -1,4 +1,4 @@
-"""Plan the memory of a module: :func:`plan_memory`, and what it shares with the command ``plan``."""
+"""Plan the memory of a module: :func:`plan_memory`, and code that the command ``plan`` uses too."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ from lightning_zero.trainer.memory.fake_module import meta_copy, states_of
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """What a stage and an offload setting need. ``ZeroStrategy(stage=row.stage, offload=row.offload)`` takes them.
+    """The memory and time that a stage with an offload setting needs: ``ZeroStrategy(row.stage, offload=row.offload)``.
 
     Attributes:
-        fits: whether the machine has it.
+        fits: whether the machine has this memory.
         per_gpu, per_host, per_disk: peak bytes of one GPU, and of one host's memory and disk for all its ranks.
-        seconds_per_step, bound_by: how long a step is expected to take, and the resource that bounds it. None if
-            nothing is known of it.
+        seconds_per_step, bound_by: how long a step is expected to take, and the resource that limits its speed;
+            None: unknown.
     """
 
     stage: str
@@ -102,18 +102,19 @@ class MemoryPlan:
 
     @property
     def rows(self) -> list[PlannedRow]:
-        """Return every possible stage and offload setting."""
+        """Return a :class:`PlannedRow` for each possible pair of stage and offload setting."""
         return [PlannedRow.of(row) for row in self.planned]
 
     @property
     def best(self) -> PlannedRow | None:
-        """Return the row to try first, which fits and offloads and shards least; None if none fits."""
+        """Return the row to try first: of those that fit, the one that offloads and shards least; None if none fits."""
         row = best(self.planned)
         return None if row is None else PlannedRow.of(row)
 
     @property
     def auto(self) -> PlannedRow | None:
-        """Return the row that ``stage="auto"`` would take, the fastest that leaves some memory free; None if none."""
+        """Return the row that ``stage="auto"`` would select: the fastest that leaves some memory free; None if none
+        fits."""
         return None if isinstance(self.choice, str) else PlannedRow.of(self.choice.row)
 
     def show(self, file: Any = None) -> None:
@@ -145,7 +146,7 @@ class MemoryPlan:
     __repr__ = __str__
 
     def picture(self, path: str | os.PathLike[str]) -> list[str]:
-        """Draw the bytes to ``path``, or to ``path.png`` and ``path.svg`` if it has no suffix. Return the files."""
+        """Draw the plan to ``path``, or to ``path.png`` and ``path.svg`` if it has no suffix. Return the files."""
         check_picture(os.fspath(path))
         title = title_of(self.described.model, self.machine, self.described.precision)
         return draw(os.fspath(path), title, self.machine, self.planned, self.config, self.choice)
@@ -154,7 +155,8 @@ class MemoryPlan:
 def make_plan(
     described: Described, machine: Machine, zero: ZeroConfig, given: Mapping[str, float | None]
 ) -> MemoryPlan:
-    """Plan every row of a described model on ``machine``. ``given``: rates that are known."""
+    """Return the plan of a described model on ``machine``. ``given``: bytes or FLOPs per second; None: use a
+    default."""
     model, known = described.model, {key: value for key, value in given.items() if value is not None}
     check_groups(zero, machine.world_size)
     rates = replace(CPU_RATES if machine.shared else GPU_RATES, **known)
@@ -205,7 +207,8 @@ def find_machine(
 
 
 class _Trained(pl.LightningModule):
-    """A module that is no LightningModule, with a function that trains it."""
+    """A LightningModule whose training step calls ``step`` with ``module``, which is not a LightningModule, and a
+    batch."""
 
     def __init__(self, module: nn.Module, step: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -288,7 +291,8 @@ def _machine_config(machine: str | Mapping[str, Any] | None) -> MachineConfig:
 
 
 def _built(module: nn.Module | Callable[[], nn.Module], precision: Precision) -> nn.Module:
-    """Return the module with what ``configure_model`` adds: on meta, unless it was there already."""
+    """Return ``module``, or the module that it builds, after ``configure_model``. A module that is built or changed
+    here is on meta."""
     if isinstance(module, nn.Module) and engine_of(module) is not None:
         raise ConfigError("plan_memory: expected a module that is not sharded, got one after a run. Pass a new module.")
     if isinstance(module, nn.Module) and not _configures(module):

@@ -36,7 +36,7 @@ _silenced = False  # whether this module has set FULL_ERROR
 
 @contextlib.contextmanager
 def hydra_raises() -> Iterator[None]:
-    """Inside the ``with``, or until :func:`hydra_prints`, Hydra raises errors instead of printing them and exiting."""
+    """During the body, until :func:`hydra_prints` is called, let Hydra raise errors instead of printing and exiting."""
     global _silenced
     if FULL_ERROR not in os.environ:
         os.environ[FULL_ERROR], _silenced = "1", True
@@ -55,8 +55,8 @@ def hydra_prints() -> None:
 
 
 def check_keys(node: Any, path: str = "") -> None:
-    """Raise ConfigError if a key at any depth of ``node`` contains a ``/`` or its dataclass lacks the key. ``path``:
-    the place of ``node`` in the configuration, with a final dot."""
+    """Raise ConfigError if a key at any depth of ``node`` contains a ``/`` or is not a field of the node's dataclass.
+    ``path``: the key of ``node`` in the configuration, with a final dot."""
     if not isinstance(node, DictConfig):
         return
     kind = OmegaConf.get_type(node)
@@ -93,7 +93,7 @@ class _Conf(NamedTuple):
 
 
 def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
-    """Return the text of ``error``, which Hydra or OmegaConf has raised for an override, with a valid one suggested."""
+    """Return the text of ``error``, which Hydra or OmegaConf raised for an override, and suggest a valid override."""
     conf = _known(config_name)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         conf.groups[error.missing_cfg_file.removesuffix(".yaml").rpartition("/")[0]] = list(error.options)
@@ -125,7 +125,8 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
 
 
 def _without_spaces(given: str, arguments: list[str]) -> str:
-    """Return the setting that spaces beside its ``=`` have divided, of which ``given`` is a part; "" if none have."""
+    """Join the arguments into which spaces around ``=`` have split a setting. ``given``: one of these arguments. Return
+    the setting; "" if there are no such spaces."""
     first = last = arguments.index(given) if given in arguments else 0
     while first and (arguments[first - 1].endswith("=") or arguments[first].startswith("=")):
         first -= 1
@@ -142,7 +143,8 @@ def explain_flag(arguments: list[str], config_name: str) -> str:
 
 
 def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
-    """Return the command-line argument that the error ``text`` is about. If none is, return the key it names, or ""."""
+    """Return the command-line argument that the error ``text`` is about; if none matches, the key in ``text``, or
+    ""."""
     for argument in arguments:
         key, _, value = argument.lstrip("+~").partition("=")
         key = key.partition("@")[0]
@@ -154,7 +156,8 @@ def _refused(text: str, arguments: list[str], conf: _Conf) -> str:
 
 
 def meant(given: str, conf: _Conf, options: list[str] | None = None) -> str:
-    """Return a sentence that suggests the valid override nearest to ``given``, or lists valid ones; "" for neither."""
+    """Return a sentence that suggests the valid override nearest to ``given``, or lists valid ones; "" if none is
+    known."""
     key, equals, value = given.lstrip("+~").partition("=")
     path, parts = "", re.split(r"[./]", key.partition("@")[0])
     for part in parts:
@@ -214,8 +217,7 @@ OURS = re.compile(r"lightning_zero\.conf|hydra\.conf|lightning_zero://")
 
 
 def explicit_keys() -> set[str]:
-    """Return the keys that the command line sets, groups such as ``zero/stage`` among them, and the keys of settings in
-    the user's own files."""
+    """Return the keys, such as ``zero/stage``, that the command line or the user's own configuration files set."""
     return _keys_of_command_line() | set(_values_of_files())
 
 
@@ -253,7 +255,7 @@ def _leaves(node: Any, path: str) -> dict[str, Any]:
 
 
 def drop_values_of_ours(cfg: DictConfig) -> None:
-    """Remove from each of ``PARTS`` whose ``_target_`` is not from this package what the user has not set. In place.
+    """In each group of ``PARTS`` whose ``_target_`` is not from this package, keep only values that the user has set.
 
     A value that our files take from another group (``block_size: ${data.block_size}``) counts as the user's if the user
     has set it there.
@@ -266,8 +268,8 @@ def drop_values_of_ours(cfg: DictConfig) -> None:
 
 
 def _own(node: dict[Any, Any], path: str, given: Set[str], of_files: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return what the user has set of ``node``: by keys of the command line (``given``), or in files, whose values then
-    count also where one of our experiments has another value."""
+    """Return the entries of ``node``, at ``path``, that the user has set: on the command line (``given``: keys), or in
+    files (``of_files``: values by key, which replace values of this package's experiments)."""
     kept = {}
     for key, value in node.items():
         inner = f"{path}.{key}"

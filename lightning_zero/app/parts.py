@@ -79,7 +79,7 @@ def build(
     extra: dict[str, Any] | None = None,
     needs_extra: set[str] | frozenset[str] = frozenset(),
 ) -> Any:
-    """Call the ``_target_`` of ``node`` with its other keys. Return the result; with ``_partial_``, a function for it.
+    """Call the ``_target_`` of ``node`` with its other keys. Return the result, or with ``_partial_`` a function.
 
     Args:
         key: path of ``node`` in the configuration, for messages.
@@ -147,8 +147,8 @@ def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
 
 
 def check_values(key: str, arguments: dict[str, Any], target: Any) -> None:
-    """Raise ConfigError if an argument is of none of the types in its annotation and all of these are in ``TYPES``, or
-    is text or a boolean although its default is a number. A whole float counts as int, null as false."""
+    """Raise ConfigError if an argument has none of its annotated types, provided that all are in ``TYPES``; else if it
+    is text or a boolean and its default is a number. A whole float counts as int, null as a boolean."""
     for name, parameter in inspect.signature(target).parameters.items():
         value, of = arguments.get(name), parameter.annotation
         types = get_args(of) if get_origin(of) in (Union, UnionType) else (of,)
@@ -185,7 +185,8 @@ PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16
 
 
 def check_packages(config: TrainConfig, *groups: str) -> None:
-    """Raise ConfigError if a package is missing that ``groups``, of model and data, need. Nothing is imported."""
+    """Raise ConfigError if a package that the configured ``groups`` (model, data) need is missing. Imports none of
+    them."""
     nodes = [getattr(config, group) for group in groups]
     needed = [PACKAGES[node["_target_"]] for node in nodes if node.get("_target_") in PACKAGES]
     needed += ["transformers"] if "data" in groups and config.data.get("tokenizer") is not None else []
@@ -254,9 +255,8 @@ def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
 
 
 def _build_part(group: str, node: dict[str, Any], explicit: set[str], **extra: Any) -> Any:
-    """Build ``node``. Arguments from files of this package that the class does not take are dropped, because an
-    experiment may set them for the class of another file. Arguments that the user gave (``explicit``) are never
-    dropped."""
+    """Build ``node``. Arguments that its class does not take are dropped, unless the user gave them (``explicit``):
+    files of this package may set arguments that only other classes take."""
     target = str(node.get("_target_"))
     if is_first() and not target.startswith("lightning_zero."):
         values = ", ".join(f"{key}={value!r}" for key, value in node.items() if key != "_target_")

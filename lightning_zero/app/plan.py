@@ -138,7 +138,7 @@ def choice_document(choice: Choice | str) -> dict[str, Any]:
 
 
 def _show(what: str) -> None:
-    """Say on a terminal what takes the next seconds."""
+    """If stderr is a terminal, print ``what`` the command does next, which takes seconds."""
     if sys.stderr.isatty():
         print(f"{what} ...", file=sys.stderr, flush=True)
 

@@ -64,7 +64,7 @@ def describe(
         explicit: keys given on the command line.
         states: number of optimizer state tensors per parameter; ``None``: count them by a trial step.
         activations: measure the activations of one batch.
-        both_ways: measure them with and without activation checkpointing.
+        both_ways: measure activations with and without checkpointing.
     """
 
     def build() -> LightningModule:
@@ -101,7 +101,7 @@ def describe_module(
     Args:
         states: returns the planned state of the optimizers, and why it is only assumed.
         take_batch: returns the batch whose activations are measured; ``None``: measure none.
-        both_ways: measure them with and without activation checkpointing.
+        both_ways: measure activations with and without checkpointing.
     """
     zero = for_layout(zero)
     with on_paper(math.lcm(zero.tensor_parallel, zero.expert_parallel)):
@@ -114,7 +114,8 @@ def describe_module(
 
 @contextlib.contextmanager
 def on_paper(ranks: int) -> Iterator[None]:
-    """In the body let a process group without messages stand for ``ranks``, so that a module can be split."""
+    """During the body, use a fake process group of ``ranks`` ranks, which sends nothing, so that modules can be
+    split."""
     if ranks == 1:
         yield
         return
@@ -141,7 +142,7 @@ def on_meta(build: Callable[[], M], precision: Precision) -> M:
 
 
 def _parameters_on_meta(build: Callable[[], M], error: Exception) -> M:
-    """Return the module built with only its parameters on meta, as ``build`` raised ``error`` with all tensors there.
+    """Return the module built with only parameters on meta: with all tensors on meta ``build`` has raised ``error``.
 
     The code of some models needs values: ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
     """
@@ -157,7 +158,8 @@ def _parameters_on_meta(build: Callable[[], M], error: Exception) -> M:
 
 
 def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
-    """Return the number of state tensors per parameter, or each one's state if the optimizer steps whole tensors."""
+    """Return the number of state tensors per parameter, or each parameter's state if the optimizer steps whole
+    tensors."""
     zero = config.zero
     if config.optimizer:
         with contextlib.suppress(UnknownStateError, TypeError, ValueError, RuntimeError):  # Muon takes matrices only

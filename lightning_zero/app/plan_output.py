@@ -1,5 +1,5 @@
-"""Print the memory plan: for each stage and offload setting its bytes and seconds, and what would make it fit. Draw it:
-a bar for each stage and offload setting, stacked by roles, beside the available memory."""
+"""Print the memory plan: bytes and seconds for each stage and offload setting, and what would make it fit. Or draw the
+plan: a bar for each stage and offload setting, stacked by roles, beside the available memory."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def _table(
 
 
 def advice_lines(machine: Machine, rows: Sequence[Row], advices: Sequence[Advice]) -> list[str]:
-    """Return a line for each stage and offload that does not fit, with the memory that it lacks and what would help;
-    then a line that says which to try first."""
+    """Return a line for each stage and offload that does not fit, with the memory that it lacks and a remedy; then a
+    line that says which to try first."""
     last = "Nothing fits: use more hosts or a smaller model."
     if (first := best(rows)) is not None:
         last = f"Try first: zero/stage={first.stage.value} zero/offload={first.offload.value}"
@@ -255,7 +255,7 @@ def _decimal(value: float) -> str:
 
 
 def auto_line(choice: Choice | str) -> str:
-    """Return a line on what stage and offload ``auto`` takes and its largest micro-batch, or on why none fits."""
+    """Return a line on what stage and offload ``auto`` selects and its largest micro-batch, or on why none fits."""
     if isinstance(choice, str):
         return f"auto selects nothing: {choice}"
     most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) per rank."

@@ -40,7 +40,7 @@ class StopAfter(Callback):
 
 
 def read(path: Path) -> Fingerprints:
-    """Read a CSV of fingerprints; none if no step wrote it. Of a step that was run twice, the later lines count."""
+    """Return the fingerprints in a CSV file; {} if there is no file. If a step ran twice, its later lines count."""
     found: dict[int, dict[str, tuple[str, ...]]] = {}
     if not path.exists():
         return found
@@ -51,8 +51,8 @@ def read(path: Path) -> Fingerprints:
 
 
 def compare(before: Fingerprints, now: Fingerprints) -> tuple[str | None, int]:
-    """Return what differs first, in words, and the number of steps run again that are equal before it: the first of
-    ``now`` is that of the checkpoint."""
+    """Return a text about the first difference (None: no difference), and the number of equal steps before it. The
+    first step in ``now`` is the checkpoint's, and does not count."""
     equal = 0
     for step in sorted(before.keys() & now.keys()):
         for unit in {**before[step], **now[step]}:  # in the order of the files

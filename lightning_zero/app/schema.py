@@ -1,4 +1,4 @@
-"""The typed schema of our own commands. Imports no torch, so that a mistake is named at once."""
+"""The typed schema of our own commands. Imports no torch, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def named_machine(name: str) -> dict[str, Any]:
 
 
 def run_name() -> str:
-    """Return a run folder's name: in a job the job's, equal on all ranks and after a restart; otherwise the time."""
+    """Return a run folder's name: in a job the job's name, equal on all ranks and after a restart; else date and
+    time."""
     return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 

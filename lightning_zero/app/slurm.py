@@ -1,5 +1,4 @@
-"""The Hydra group ``cluster``, which says what a run requests from SLURM (``submit``, sweeps and the job read it), and
-the text of a job's script."""
+"""The Hydra group ``cluster``: what a run requests from SLURM, for ``submit``, sweeps and jobs. Also job scripts."""
 
 from __future__ import annotations
 
@@ -166,7 +165,7 @@ class ClusterConfig:
 def seconds_of(time: str) -> int:
     """Return ``24:00:00`` or ``2-12:30`` in seconds. Raise ConfigError for any other form.
 
-    Plain numbers are refused: YAML reads an unquoted 24:00:00 as 86400, and SLURM would take that for minutes.
+    Plain numbers are refused: YAML reads an unquoted 24:00:00 as 86400, and SLURM would read that as minutes.
     """
     match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+):(\d+):(\d+))", time.strip())
     if match is None:

@@ -76,7 +76,8 @@ REFUSALS = {
 
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
-    """Raise ConfigError where the main job would for this configuration, although this machine may lack its devices."""
+    """Raise ConfigError if the main job would raise it for this configuration. This machine may lack the job's
+    devices."""
     check_packages(config, "model", "data")
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
@@ -169,8 +170,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
 
 
 def check_command(command: Sequence[str], cluster: ClusterConfig) -> None:
-    """Raise ConfigError if this command line has a setting without effect on ``command``, or if srun cannot start it
-    once for each rank."""
+    """Raise ConfigError if a setting has no effect on ``command``, or if srun cannot start it once for each rank."""
     overrides = HydraConfig.get().overrides
     for override in (*overrides.task, *overrides.hydra):
         key = re.split(r"[=@]", override.lstrip("+~"))[0]
@@ -191,7 +191,8 @@ def check_command(command: Sequence[str], cluster: ClusterConfig) -> None:
 
 
 def job_arguments(choices: dict[str, str]) -> list[str]:
-    """Return the job's arguments of ``lightning_zero.train``: those of this command without the keys of ``submit``."""
+    """Return the job's command line for ``lightning_zero.train``: this command's, without keys that only ``submit``
+    has."""
     overrides = HydraConfig.get().overrides
     ours = re.compile(rf"[+~]*({'|'.join(EXTRA_KEYS)})([.=@]|$)")
     found = [o for o in overrides.task if not ours.match(o)]

@@ -54,7 +54,7 @@ def perform(
 
 
 def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    """Return the final weights' validation metrics. Validate now unless the fit did after its last step. Collective."""
+    """Return the final weights' validation metrics; validate now if steps followed the last validation. Collective."""
     (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
     if last.found is not None and last.found[0] == trainer.global_step:
         return last.found[1]
@@ -95,9 +95,9 @@ class WritePredictions(BasePredictionWriter):
 
 
 class LastValidation(Callback):
-    """Keeps the metrics of the last validation of a fit, so that it is not repeated if no step followed.
+    """Keeps the metrics of the last validation of a fit, so that validation is not repeated at the end.
 
-    ``wanted``: a metric that the first validation (or sanity check) must log. Without it all ranks raise ConfigError.
+    ``wanted``: a metric. If the first validation (or sanity check) does not log it, all ranks raise ConfigError.
     """
 
     def __init__(self, wanted: str | None = None) -> None:
@@ -153,7 +153,7 @@ def plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Iterator[dict[str, float]]:
-    """Yield a dictionary, which the body fills with the task's metrics; then print and write these on rank 0.
+    """Yield a dictionary, which the body fills with the task's metrics. Then print and write results on rank 0.
 
     Results are also written if a fit is interrupted or fails after its first step. An error in writing is only printed.
     """
@@ -223,7 +223,7 @@ def _report(
 
 
 def configuration(config: TrainConfig, trainer: Trainer, record: Record) -> dict[str, str | int]:
-    """Return in words what a run trains, on which data, and with how large batches, for its file of results."""
+    """Return model, data, optimizer, hosts, seed and batch sizes of a run, by name, for results.json."""
     parts = {name: _called(getattr(config, name)) for name in ("model", "data", "optimizer")}
     if [parts["optimizer"].partition("(")[0]] != record.optimizers:  # the module makes its own
         parts["optimizer"] = ", ".join(record.optimizers)
@@ -243,7 +243,7 @@ def configuration(config: TrainConfig, trainer: Trainer, record: Record) -> dict
 
 
 def _called(node: Mapping[str, Any]) -> str:
-    """Return a group's class with its arguments, as Python would call it."""
+    """Format a config group as a Python call: ``AdamW(lr=0.001)``; "" without ``_target_``."""
     values = ", ".join(f"{key}={value!r}" for key, value in plain(node).items() if not key.startswith("_"))
     return f"{str(node['_target_']).rpartition('.')[2]}({values})" if "_target_" in node else ""
 

@@ -256,8 +256,7 @@ def run(config: TrainConfig) -> float | None:
 
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
-    """Tell the strategy the number of optimizer state tensors (for ``auto``) and the activations (for a final
-    table)."""
+    """Set in ``run_plan`` the number of optimizer state tensors, for ``auto``, and activations, for the final table."""
     from lightning_zero.app.plan_model import describe, optimizer_states
 
     strategy: Any = trainer.strategy

@@ -4,9 +4,8 @@
 
     last.ckpt    data.pkl | data/0 | data/1 | ... | version | table of records
 
-``torch.save`` writes the file with a hole for the values of each storage. Then ranks write their ranges into the holes,
-and rank 0 writes each record's checksum into the table, where any zip tool finds it.
-"""
+``torch.save`` writes the file without the values of storages. Then each rank writes its ranges of values into the gaps,
+and rank 0 writes each record's checksum into the table of records, where any zip tool can read the checksum."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ _ONES = 0xFFFFFFFF
 
 
 class Record(NamedTuple):
-    """Where a record lies in the zip file, and the checksum of its bytes (right only after they are written)."""
+    """A record of a zip file: its name, first byte, size and CRC-32, which is correct once all bytes are written."""
 
     name: str
     start: int
@@ -59,10 +58,10 @@ class Piece(NamedTuple):
 
 
 class Skeleton:
-    """A checkpoint file that lacks its tensors' values. ``holes``: where each storage's go, by its ``_cdata``."""
+    """A checkpoint file without tensor values. ``holes``: record of a storage's values, by the storage's ``_cdata``."""
 
     def __init__(self, checkpoint: Any, fd: int) -> None:
-        """Write ``checkpoint`` without values to the empty file ``fd``. Fake tensors are written as plain tensors."""
+        """Write ``checkpoint`` without values to the empty file of descriptor ``fd``, fake tensors as plain tensors."""
         self._fd = fd
         self._storages: dict[int, tuple[str, UntypedStorage]] = {}
         with os.fdopen(fd, "r+b", closefd=False) as file:
@@ -73,7 +72,8 @@ class Skeleton:
         self.holes = {cdata: self._records[f"data/{key}"] for cdata, (key, _) in self._storages.items()}
 
     def _noting(self) -> Any:
-        """Return a module for ``torch.save`` to use as ``pickle``, which notes the record of each storage."""
+        """Return an object for ``torch.save`` to use as the module ``pickle``. Its pickler adds the record key of each
+        storage that it pickles to ``self._storages``."""
         noted = self._storages
 
         class Noting(pickle.Pickler):
@@ -96,7 +96,8 @@ class Skeleton:
         return Module()
 
     def fill(self, did: Did = lambda nbytes: None) -> list[Piece]:
-        """Write the values of all storages except fake ones. Return the written pieces with their checksums."""
+        """Write the values of all storages except those of fake tensors. Return the written pieces with their
+        checksums. ``did`` is called with the size in bytes of each written storage."""
         done: list[Piece] = []
         for cdata, (_, storage) in self._storages.items():
             if storage.device.type != "meta":
@@ -110,7 +111,7 @@ class Skeleton:
 
         Args:
             done: the pieces that all ranks have written.
-            may_have_gaps: returns whether bytes of the record of this name may stay unwritten, as zeros.
+            may_have_gaps: returns whether bytes of the record with the given name may be unwritten and count as zeros.
         """
         found: dict[str, list[Piece]] = defaultdict(list)
         for piece in done:
@@ -128,7 +129,8 @@ class Skeleton:
             archive.comment = b""  # makes zipfile rewrite the table
 
     def describe(self, name: str, crc: int) -> None:
-        """Write a record's checksum after its bytes too, for readers that do not use the table."""
+        """Write the checksum ``crc`` into the descriptor after the bytes of the record ``name``, if the record has a
+        descriptor, for readers that do not use the table of records."""
         hole = self._records[name]
         if os.pread(self._fd, 4, hole.start + hole.nbytes) == _DESCRIPTOR:
             os.pwrite(self._fd, struct.pack("<I", crc), hole.start + hole.nbytes + 4)
@@ -136,8 +138,9 @@ class Skeleton:
 
 @contextlib.contextmanager
 def archive_at(target: Place, nbytes: int) -> Iterator[tuple[int, WriteAt]]:
-    """Yield a file for a :class:`Skeleton`, and what writes values into it, from its first byte to its last. The file
-    is at ``target`` at the end. For an object store, it is a local file without values, sent between the values."""
+    """Yield the descriptor of a new file for a :class:`Skeleton`, and a function that writes values into the file and
+    must be called with increasing offsets. When the body ends, the complete file, of about ``nbytes`` bytes, is at
+    ``target``. For an object store the descriptor is that of a local file, uploaded together with the values."""
     if not isinstance(target, RemotePath):
         with written_aside(target) as part:
             yield part.fd, partial(write_at, part.fd)
@@ -154,7 +157,8 @@ def archive_at(target: Place, nbytes: int) -> Iterator[tuple[int, WriteAt]]:
 
 
 def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork = SILENT) -> None:
-    """Write a checkpoint whose values are all on this rank to the empty file ``fd``. ``name`` is for progress lines."""
+    """Write ``checkpoint``, whose values are all on this rank, to the empty file of descriptor ``fd``, and sync the
+    file. ``name``: the file's name in the progress lines of ``long_work``."""
     skeleton = Skeleton(checkpoint, fd)
     total = sum(hole.nbytes for hole in skeleton.holes.values())
     with long_work.bytes(f"saving {name}", lambda: total) as did:
@@ -166,8 +170,8 @@ def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork 
 def write_values(
     write: WriteAt, hole: Record, start: int, values: Tensor, dtype: torch.dtype | None = None
 ) -> list[Piece]:
-    """Write ``values`` [n], cast to ``dtype``, into the record ``hole`` from byte ``start`` on. Return the written
-    pieces, with their checksums."""
+    """Write ``values`` [n], cast to ``dtype`` (None: not cast), into the record ``hole`` from byte ``start`` of the
+    record on, by calls of ``write``. Return the written pieces with their checksums."""
     dtype = dtype if dtype is not None else values.dtype
     size, done = dtype.itemsize, list[Piece]()
     step = CHUNK_NBYTES // size
@@ -187,7 +191,8 @@ def write_values(
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Compute a record's checksum from its pieces. Raises RuntimeError for overlaps, and for gaps that are no zeros."""
+    """Return the CRC-32 of the record named ``record``, of ``nbytes`` bytes, from that of its pieces ``found``. Raises
+    RuntimeError if pieces overlap or, without ``gaps_are_zeros``, if they leave bytes out."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position
@@ -200,13 +205,13 @@ def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: 
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """Compute the CRC-32 of two adjacent pieces from the CRC-32 of each. ``length``: bytes of the second piece."""
+    """Return the CRC-32 of two adjacent pieces from the CRC-32 of each. ``length``: bytes of the second piece."""
     return _times(_shift(length), first) ^ second
 
 
 @functools.lru_cache(4096)
 def _shift(length: int) -> int:
-    """Return the polynomial ``x ** (8 * length)``."""
+    """Return the polynomial ``x ** (8 * length)`` modulo the polynomial of CRC-32, with its coefficients as bits."""
     result = 1 << 31
     for k in range(length.bit_length()):
         if length >> k & 1:
@@ -216,7 +221,7 @@ def _shift(length: int) -> int:
 
 @functools.cache
 def _power(k: int) -> int:
-    """Return the polynomial ``x ** (8 * 2 ** k)``."""
+    """Return the polynomial ``x ** (8 * 2 ** k)`` modulo the polynomial of CRC-32, with its coefficients as bits."""
     return _times(_power(k - 1), _power(k - 1)) if k else 1 << 23
 
 
@@ -233,8 +238,8 @@ def _times(a: int, b: int) -> int:
 
 
 def records_of(file: BinaryIO) -> list[Record]:
-    """Return the records of a file that torch.save has written. Raises zipfile.BadZipFile for another file, and if the
-    file was cut off or torch and zip tools read its table differently. Other OSErrors of the system are passed on."""
+    """Return the records of a file that torch.save has written. Raises zipfile.BadZipFile for other or truncated files,
+    and if torch and ``zipfile`` read the table of records differently. OSErrors of reading the file are passed on."""
     try:
         return _records_of(file)
     except zipfile.BadZipFile:

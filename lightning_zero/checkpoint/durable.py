@@ -1,21 +1,21 @@
-"""Files and folders that are complete or absent, even if a process is killed or a disk is full.
+"""Write files and folders that are complete or absent, even if a process is killed or a disk is full.
 
 ::
 
-    last.ckpt                               the old file, complete all the time
-    .last.ckpt.node0.4711-1.part            the new file, written beside it      (1) write, fsync
+    last.ckpt                               the old file, not changed
+    .last.ckpt.node0.4711-1.part            the new file, at a temporary name    (1) write, fsync
     last.ckpt                               the new file                         (2) rename, (3) fsync of the folder
 
 The new file is written in the target's folder, because a rename is atomic only within a file system.
 
-A killed process leaves its ``.part``, and the next write into that folder removes it. The writer locks its ``.part``,
-and the system drops the lock when the process dies. Locks may not reach other nodes, so another node's ``.part`` is
-removed only if it has not changed for :data:`REST_S`; on a file system without locks, so is any ``.part``.
+A killed process leaves its ``.part`` file, which the next write into that folder removes. The writer locks its
+``.part``, and the system drops the lock when the process dies. Locks may not reach other nodes, so another node's
+``.part`` is removed only if it has not changed for :data:`REST_S` seconds. On a file system without locks, the same
+holds for every ``.part``.
 
 A folder that is not empty cannot be replaced by a rename, so the old and the new folder exchange names (Linux). On file
-systems that cannot do so, the old folder is named ``.old`` for a moment. If the process dies then, the next write gives
-the old folder its name back.
-"""
+systems that cannot exchange names, the old folder is renamed to a name that ends in ``.old`` before the new folder gets
+its name. If the process dies between the two renames, the next write gives the old folder its name back."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _numbers = itertools.count(1)
 
 
 class Part:
-    """A locked file or folder that is being written, at the temporary name ``path``. ``fd``: its descriptor."""
+    """A file or folder that is being written at the temporary path ``path``, locked by its open descriptor ``fd``."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd = path, fd
@@ -64,17 +64,18 @@ class Part:
 
 @contextlib.contextmanager
 def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Part]:
-    """Make an empty file or folder beside ``path`` for the body to write. At the end it gets the name ``path``. Other
-    processes can write to the :class:`Part` too, and must sync what they write. At the end this process syncs all, so
-    that the result survives a power cut. If the body fails, an OSError or RuntimeError names file and cause, and
-    ``path`` stays as before."""
+    """Make an empty file, or folder, at a temporary name in the folder of ``path``, and yield it as a :class:`Part` for
+    the body to write. When the body ends, sync the file and rename it to ``path``, so that it survives a power cut.
+    Other processes may write to the part too, and must sync what they write. If the body fails, raise an OSError or
+    RuntimeError that names ``path`` and the cause; ``path`` is then unchanged."""
     with naming(Path(path), folder=folder), aside(path, folder=folder) as part:
         yield part
 
 
 @contextlib.contextmanager
 def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = True) -> Iterator[Part]:
-    """Do as :func:`written_aside`, but pass on errors unchanged. Without ``keep``, remove the new file at the end."""
+    """Like :func:`written_aside`, but raise errors of the body unchanged. If ``keep`` is False, do not rename the new
+    file or folder when the body ends, but remove it."""
     target = Path(path)
     missing = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +97,8 @@ def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = Tr
 
 
 def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
-    """Exit ``stack`` as if its body had raised ``error`` (None: no error). Errors of the exit are then ignored."""
+    """Exit ``stack`` as if its body had raised ``error``, and ignore errors of the exit. If ``error`` is None, close
+    ``stack`` and raise errors of its exit."""
     if error is None:
         stack.close()
         return
@@ -106,7 +108,9 @@ def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def naming(target: object, *, folder: bool = False) -> Iterator[None]:
-    """Turn an error of the body into an OSError, or else a RuntimeError, that names ``target`` and the cause."""
+    """Replace an error of the body by an error that names ``target`` and the cause: an OSError if the cause is one,
+    else a RuntimeError. An error whose message already has ``target`` is raised unchanged. ``folder``: whether
+    ``target`` is a folder."""
     outer = sys.exception()
     try:
         yield
@@ -121,7 +125,7 @@ def naming(target: object, *, folder: bool = False) -> Iterator[None]:
 
 
 def link(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Make ``path`` a link to ``target``, atomically, whatever it was before."""
+    """Make ``path`` a relative symbolic link to ``target``, and atomically replace a file, folder or link there."""
     where, is_there = Path(path), False
     while not is_there:
         made = where.with_name(part_name(where.name))
@@ -157,7 +161,7 @@ def _open_part(target: Path, folder: bool) -> Part:
 
 def part_name(name: str) -> str:
     """Return a new temporary name for writing the file ``name``. The temporary name begins with a dot and has no ``_``,
-    because Lightning takes names with ``hpc_ckpt_`` or ``last`` in them for checkpoints."""
+    because Lightning takes files for checkpoints whose name contains ``hpc_ckpt_`` or ``last``."""
     stem = name.replace("_", "-").encode()[:_NAME_BYTES].decode(errors="ignore")
     return f".{stem}.{_host()}.{os.getpid()}-{next(_numbers)}.part"
 
@@ -167,7 +171,7 @@ def _host() -> str:
 
 
 def _replace(source: Path, target: Path) -> None:
-    """Rename ``source`` to ``target``. If ``target`` exists and either is a folder, exchange their names."""
+    """Rename ``source`` to ``target``. If ``target`` exists and one of the two is a folder, exchange their names."""
     occupied = os.path.lexists(target) and (_is_folder(source) or _is_folder(target))
     (_exchange if occupied else os.replace)(source, target)
 
@@ -196,7 +200,8 @@ def _exchange(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Lock ``target`` in the body, whatever its name becomes, so that no other process takes it for a leftover."""
+    """Hold a lock on the file or folder ``target`` during the body, even if the body renames ``target``, so that no
+    other process removes it as a leftover. A symbolic link is not locked."""
     if target.is_symlink():  # which has no lock, and nothing to lose
         yield
         return
@@ -210,7 +215,8 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> list[str]:
-    """Remove ``.part`` and ``.old`` of dead processes from the just changed ``folder``. Return the removed names."""
+    """Remove the ``.part`` and ``.old`` files and folders of dead processes from ``folder``, and return their names.
+    The caller must just have changed ``folder``, because its modification time is used as the current time."""
     removed = []
     for path in [*folder.glob(".*.part"), *folder.glob(".*.old")]:
         match = _PART.fullmatch(path.name)
@@ -223,8 +229,10 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
-    """Remove ``path`` and return True if the process that wrote it is dead; else return False. ``name``: what an
-    ``.old`` was called. If nothing has this name now, rename ``path`` to it and return False."""
+    """Remove ``path`` and return True if the process that wrote ``path`` is dead; else return False.
+
+    ``name``: the original name of an ``.old``; None for a ``.part``. If nothing has this name now, ``path`` is renamed
+    to ``name`` and the result is False. ``here``: whether the writer ran on this node, where locks are reliable."""
     if path.is_symlink():  # if its process lives, it makes another one
         path.unlink()
         return True
@@ -250,7 +258,7 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
 
 
 def remove_whole(path: str | os.PathLike[str]) -> None:
-    """Rename a file or folder to a temporary name, then remove it, so that a killed process leaves no half of it."""
+    """Rename the file or folder ``path``, then remove it, so that a killed process leaves nothing incomplete there."""
     gone = Path(path).with_name(part_name(Path(path).name))
     os.rename(path, gone)
     sync_folder(gone.parent)
@@ -281,7 +289,7 @@ def _sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk (fsync), if the file system can."""
+    """Wait until the list of names in ``folder`` is on the disk (fsync), if the file system supports this."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -293,7 +301,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``, a view of bytes, at byte ``offset`` of a file, and begin to bring it to the disk."""
+    """Write all bytes of ``data`` at byte ``offset`` of the file of descriptor ``fd``, and call :func:`begin_sync`."""
     written = 0
     while written < len(data):
         written += os.pwrite(fd, data[written:], offset + written)
@@ -301,15 +309,17 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def begin_sync(fd: int, start: int, nbytes: int) -> None:
-    """Start to bring ``nbytes`` bytes of the file, from ``start`` on, to the disk, and do not wait (Linux). Otherwise
-    the disk would idle until all bytes are in the page cache. The final ``fsync`` waits and reports errors."""
+    """Start to write bytes ``[start, start + nbytes)`` of the file of descriptor ``fd`` from the page cache to the
+    disk, and do not wait. Without this call the disk would idle until ``fsync``, which waits and reports errors. Does
+    nothing where the system has no ``sync_file_range`` (only Linux has)."""
     begin = getattr(_LIBC, "sync_file_range", None)
     if begin is not None:
         begin(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_WRITE)
 
 
 def _cause_of(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Return the OSError that caused ``error``, else ``error``. The search stops at ``outer``, an older error."""
+    """Return the first OSError in the chain of causes and contexts of ``error``; if there is none, ``error``. The
+    search stops at ``outer``, the exception that was handled before ``error`` was raised (None: there was none)."""
     found: BaseException | None = error
     while found is not None and found is not outer:
         if isinstance(found, OSError):

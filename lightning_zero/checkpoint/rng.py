@@ -1,5 +1,5 @@
-"""States of all ranks' random generators: torch's on host and GPU, NumPy's and Python's. A checkpoint holds them as
-plain tensors, one row per rank, so that it loads with ``weights_only=True``."""
+"""Save and restore states of all ranks' random generators: torch's on host and GPU, NumPy's and Python's. A checkpoint
+has them as plain tensors with one row per rank, so that the checkpoint loads with ``weights_only=True``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _MERSENNE = "MT19937"
 
 
 class Generators(NamedTuple):
-    """The states of one process's random generators. Cheap to copy, because a run copies them before each batch."""
+    """The states of one process's random generators, as the generators return them. A run takes the states before each
+    batch, so taking them must be cheap."""
 
     torch: Tensor
     python: Any
@@ -49,7 +50,8 @@ class Generators(NamedTuple):
         )
 
     def restore(self, device: Device) -> None:
-        """Give these states to the process's generators; to NumPy's only if its kind is that of the saved one."""
+        """Set the process's generators, and the generator of ``device``, to these states. NumPy's generator is set only
+        if its bit generator is of the same kind as when the state was taken."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         if self.numpy is not None and self.numpy["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
@@ -58,7 +60,8 @@ class Generators(NamedTuple):
             accelerator_of(device).set_rng_state(self.cuda)
 
     def as_tensors(self) -> dict[str, Tensor]:
-        """Return the states as byte tensors by name. Sizes are equal on all ranks with the same type of device."""
+        """Return the states as uint8 tensors by name: ``torch``, ``python``, ``numpy`` and, on a GPU, ``cuda``. Sizes
+        are equal on all ranks whose devices have the same type."""
         version, words, normal = self.python
         assert version == 3, version
         rows = {"torch": self.torch, "python": _bytes(_PYTHON.pack(*words, normal is not None, normal or 0.0))}
@@ -87,8 +90,9 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: Device) -> Generators:
-    """Return the states with which ``rank`` continues. ``table``: saved states, [ranks, bytes], by name. If the number
-    of ranks has changed, seed from these: each rank differently, unless all saved ranks had equal states."""
+    """Return the generator states with which ``rank`` resumes. ``table``: the saved states by name, each [saved ranks,
+    bytes]. If the number of ranks has changed, the returned states are seeded by a hash of saved states; they differ
+    between ranks unless all saved ranks had equal states."""
     saved = len(table["torch"])
     rows = {name: part[rank % saved] for name, part in table.items()}
     if saved == world_size:

@@ -1,4 +1,5 @@
-"""Compare the bytes of checkpoints with their checksums. Files have one per record, folders one per box of a tensor."""
+"""Compare the bytes of checkpoints with the checksums in them. A one-file checkpoint has a checksum for each record of
+its zip format. A checkpoint folder has each box of a tensor in this format, with checksums."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ class Report(NamedTuple):
 
     Attributes:
         checked: bytes that have a checksum.
-        unknown: bytes that have none.
-        damage: descriptions of the damaged places.
+        unknown: bytes without a checksum.
+        damage: descriptions of the damaged records.
     """
 
     checked: int
@@ -37,9 +38,10 @@ NOTHING = Report(0, 0, [])
 
 
 def check(path: str | Place, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Compare a checkpoint with its checksums. Of ``parts`` ranks that share the work, rank ``part`` reads every
-    ``parts``-th record. Raises ConfigError for a folder that is no complete checkpoint, and zipfile.BadZipFile for a
-    file that torch.save has not written or that was cut off. OSErrors are passed on."""
+    """Compare the checkpoint at ``path`` with its checksums and return a report. If ``parts`` ranks share the work,
+    rank ``part`` compares, and reports, every ``parts``-th record (in a folder: box). Raises ConfigError for a folder
+    that is not a complete checkpoint, and zipfile.BadZipFile for a file that torch.save has not written or that is
+    truncated. OSErrors are passed on."""
     path, total = place(path), NOTHING
     files: list[Any] = list(path.iterdir()) if path.is_dir() else [path]
     with long_work.bytes(
@@ -54,8 +56,8 @@ def check(path: str | Place, part: int = 0, parts: int = 1, long_work: LongWork 
 
 
 def _comparisons(path: Place) -> Iterator[Callable[[], Report]]:
-    """Yield for each record or box a function that compares it with its checksum. Call each before taking the next,
-    which closes its file."""
+    """Yield, for each record of a file or box of a folder, a function that compares its bytes with their checksums and
+    returns a report. Call each function before taking the next one, because the next step may close the file."""
     if not path.is_dir():
         with path.open("rb") as file:
             for record in records_of(file):
@@ -93,7 +95,8 @@ def _compare(file: Any, record: Record) -> Report:
 
 
 def main(arguments: list[str]) -> int:
-    """Run ``python -m lightning_zero.checkpoint verify PATH ...`` and return the exit code."""
+    """Run ``python -m lightning_zero.checkpoint verify PATH ...``, where ``arguments`` are the paths. Return the exit
+    code: 0 if all checkpoints agree with their checksums, 1 if one is damaged, 2 if no path is given."""
     if not arguments:
         print("usage: python -m lightning_zero.checkpoint verify PATH ...")
         return 2

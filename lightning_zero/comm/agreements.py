@@ -25,12 +25,12 @@ class FailedElsewhereError(RuntimeError):
 
 
 class ApartError(RuntimeError):
-    """Raised on all ranks if ranks make different collective calls at one time. The message names each rank's call."""
+    """Raised on all ranks if ranks make different calls at the same time. The message names each rank's call."""
 
 
 def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Waits:
-    """Make this rank's :class:`Waits`, which bounds its waits for the other ranks of ``group``. Collective. ``device``:
-    where this rank trains. All ranks train on the same type of device."""
+    """Make this rank's :class:`Waits`, which bounds how long this rank waits for other ranks of ``group``. Collective.
+    ``device``: where this rank trains; of the same type on all ranks."""
     waits = Waits(group, stall_timeout_s=stall_timeout_s)
     if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":  # a simulated world
         number = 1 + max(gather_objects(group, Watchdog.last_number, waits, "the start of a run, or of an engine"))
@@ -48,7 +48,8 @@ def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: 
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Gather as :func:`gather_objects` does, over ``group`` itself, whose backend must be on the host. Collective."""
+    """Gather as :func:`gather_objects` does, but send on ``group``, whose backend must be on the host (gloo), instead
+    of on the agreement group of the same ranks. Collective."""
     if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:
@@ -93,13 +94,15 @@ def _row(value: Any) -> Tensor:
 
 
 def barrier(group: Any, waits: Waits, label: str) -> None:
-    """Wait, as long as any rank works, until all ranks call this function. Does not wait for devices. Collective."""
+    """Wait until all ranks call this function, beyond the timeout while any rank works. Does not wait for devices.
+    Collective. ``label``: the same words on all ranks."""
     if waits.world_size > 1:
         gather_objects(group, None, waits, label, patient=True)
 
 
 def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, list[int]]:
-    """Encode ``value``. Return the message and all ranks' message sizes. If one rank cannot, all raise. Collective."""
+    """Encode ``value``. Return this rank's message and the message sizes of all ranks, in bytes. All ranks raise
+    TypeError if one rank's value cannot be encoded. Collective."""
     try:
         own = _row(value)
         told: int | str = own.numel()
@@ -113,8 +116,8 @@ def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, l
 
 
 def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
-    """Send ``value`` of rank ``src`` to all ranks, and return it. Blocks as long as any rank works. Collective. All
-    ranks raise a TypeError if :func:`dumps` refuses the object."""
+    """Send ``value`` of rank ``src`` to all ranks. Return that value. Blocks, beyond the timeout while any rank works.
+    Collective. All ranks raise a TypeError if :func:`dumps` refuses the object."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return value
     what, sends = f"an object of rank {src}", waits.rank == src
@@ -126,8 +129,8 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
 
 
 def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
-    """Gather the bytes ``row`` of each rank on rank 0, as ``[ranks, bytes] uint8``; other ranks get None. ``row`` is on
-    the host, and equally long on all ranks. Blocks. Collective."""
+    """Gather ``row`` ([bytes] uint8, on the host, equally long on all ranks) of each rank on rank 0. Return a tensor
+    [ranks, bytes] there; None on other ranks. Blocks. Collective. ``what``: the purpose, in words."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return row.expand(waits.world_size, -1)
     table = torch.empty(waits.world_size, len(row), dtype=torch.uint8) if waits.rank == 0 else None
@@ -138,7 +141,8 @@ def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | No
 
 
 def collect_objects(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
-    """Gather one object of each rank on rank 0, in rank order; other ranks get None. Blocks. Collective."""
+    """Gather one object of each rank on rank 0, in rank order; other ranks get None. Blocks. Collective. ``what``: the
+    purpose, in words; the same on all ranks."""
     own, sizes = _offered(group, value, waits, what)
     row = torch.zeros(max(sizes), dtype=torch.uint8)
     row[: own.numel()] = own
@@ -157,13 +161,13 @@ def together(
     *,
     patient: bool = False,
 ) -> T:
-    """Run ``act`` on all ranks. If it fails on one rank, all ranks raise, and none waits for ever. Collective.
+    """Run ``act`` on all ranks and return its result. If ``act`` fails on one rank, all ranks raise. Collective.
 
-    Return the result of ``act``. A rank whose own ``act`` failed raises its error. The others raise a ConfigError if
-    the first failed rank raised one, else a FailedElsewhereError.
+    A rank on which ``act`` failed raises that error. The others raise a ConfigError if the first failed rank raised
+    one, else a FailedElsewhereError.
 
     Args:
-        act: must send no message; else the other ranks would wait for a rank on which it failed.
+        act: must send no message; else the other ranks would wait for a rank on which ``act`` failed.
         undo: called with the result of ``act`` on each rank where ``act`` succeeded, if it failed on another rank.
         patient: ``act`` may take longer than ``stall_timeout_s``.
     """
@@ -192,7 +196,8 @@ def together(
 
 
 def digest_of(value: object) -> list[int]:
-    """Return bytes of whose maxima over ranks :func:`is_same` tells whether ``value`` has one ``repr`` on all ranks."""
+    """Return a digest of ``repr(value)`` as a list of bytes. Take the maxima over ranks of these bytes and pass them to
+    :func:`is_same`, which returns whether ``value`` has the same ``repr`` on all ranks."""
     digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     return [*digest, *(255 - byte for byte in digest)]
 

@@ -4,19 +4,20 @@ The engine asks for *logical* operations: ``all_gather``, ``reduce`` (a reduce-s
 that adds in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` sends messages
 for each.
 
-Shards are divided among all ranks or among those of a node (``planning/topology.py``). In the second case another
-message sums a reduced shard over the nodes; in the first, exchanged gradients are summed in two levels. Agreements
+Shards are divided among all ranks or among the ranks of a node (``planning/topology.py``). In the second case another
+message sums a reduced shard over the nodes; in the first case exchanged gradients are summed in two levels. Agreements
 always go over all ranks.
 
 [Note: one order of collectives]
-All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so each of these
-kinds has a group. Where the host waits for messages, it issues the gather half of an all-reduce when it finds the first
-half complete, at a moment that differs between ranks. So this half has a third group. What decides about a collective
-must therefore be equal on all ranks: a plan, an agreement, rank 0's order; never how far this rank's threads have got.
+All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so gathers have
+one group and reductions another. Where the host waits for messages, a rank issues the gather half of an all-reduce when
+the rank finds the first half complete, at a moment that differs between ranks. So this half has a third group. Whether
+and when a collective is issued may depend only on values that are equal on all ranks (a plan, an agreement, rank 0's
+order), never on the progress of this rank's threads.
 
-On CUDA each kind has a stream (``device/streams.py``). With ``async_op=False`` NCCL uses that stream; otherwise it
-would use another stream with compute's priority. The host never waits. An operation waits for what its issuing stream
-has queued.
+On CUDA each kind has a stream (``device/streams.py``). With ``async_op=False`` NCCL queues messages on the stream of
+their kind; otherwise NCCL would take a stream of its own with compute's priority. The host never waits. An operation
+waits for all work queued before on the stream that issues the operation.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ T = TypeVar("T")
 
 
 class Sends(NamedTuple):
-    """Describes the messages that passes send for one bucket. A dtype is None if no message of its kind is sent."""
+    """Describes the messages that a pass sends for one bucket. A dtype is None if no message of that kind is sent."""
 
     numel: int
     gathered: torch.dtype | None  # of the gathered parameters
@@ -60,8 +61,8 @@ class Communicator:
     """Runs the collectives of one engine over one group.
 
     Attributes:
-        ranks: this rank's place in each group of ranks, and what gradients are divided by.
-        shard, replicate: the ranks that share shards, and those that have the same shards, from ``ranks``.
+        ranks: this rank's index in each group of ranks, and the divisor of gradients.
+        shard, replicate: the group of ranks that share shards, and the group of ranks with the same shards.
         queues: whether messages are queued on streams of the device, so that the host waits for none.
     """
 
@@ -84,8 +85,8 @@ class Communicator:
         Args:
             beside: a communicator of the same engine, whose streams and counts this one shares; see :meth:`with_ranks`.
             ranks: default: one node, shards divided among all ranks.
-            waits: this rank's :class:`Waits`, if it has one already; None: make one.
-            long_work: shows the progress of long work between ranks.
+            waits: bounds this rank's waits for other ranks; None: make a :class:`Waits`.
+            long_work: shows the user the progress of work that keeps ranks waiting for a long time.
         """
         self.device = device
         self._parent = group
@@ -112,8 +113,8 @@ class Communicator:
             self._groups = GROUP_POOL.take_groups(group, self, ranks, self._kind, self.waits)
 
     def with_ranks(self, ranks: Ranks) -> Communicator:
-        """Return a communicator of the same ranks for buckets with another topology. Collective if that is new. Only
-        gathers and reductions differ: agreements and small messages still go over all ranks."""
+        """Return the communicator for buckets whose shards are divided by the topology of ``ranks``; make one if there
+        is none. Collective. Only its gathers and reductions differ: agreements and small messages go over all ranks."""
         if ranks.topology not in self._beside:
             self._beside[ranks.topology] = Communicator(
                 self._parent, self.device, ranks=ranks, waits=self.waits, long_work=self.long_work, beside=self
@@ -121,9 +122,9 @@ class Communicator:
         return self._beside[ranks.topology]
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
-        """Send each kind of message that passes will send for ``units`` once, and drop the results. Collective. NCCL
-        connects ranks at the first message of each group and algorithm, and the host waits. In the middle of a pass the
-        other ranks might be waiting for another message of this rank."""
+        """Send each kind of message that passes will send for ``units`` (the buckets of each unit) once, and drop the
+        results. Collective. NCCL connects ranks at the first message of each group and algorithm, and the host waits
+        meanwhile. In the middle of a pass the other ranks might be waiting for another message of this rank."""
         self._units = [*dict.fromkeys(tuple(unit) for unit in units)]
         if self._groups is None or not self.queues:
             return
@@ -153,19 +154,20 @@ class Communicator:
 
     @property
     def exchanges(self) -> bool:
-        """Return whether reductions can use an all-to-all, which can send a narrower dtype than that of the sum."""
+        """Return whether reductions can use an all-to-all, whose messages can be narrower than the sum's dtype."""
         return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges
 
     # -- logical operations -------------------------------------------------------------------------------------
 
     def all_gather(self, full: Tensor, label: str, *, of_node: bool = False) -> Pending:
-        """Fill ``full`` [shard.size * n] with every rank's slice, in place; this rank's is filled already. Collective.
-        With ``of_node``, gather the slices of this node's ranks instead, [node.size * n], which all nodes must do."""
+        """Fill ``full`` [shard.size * n] in place with the slices [n] of all ranks that share shards. The caller has
+        filled this rank's slice. Collective. ``of_node``: gather the slices of this node's ranks, [node.size * n]."""
         self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
     def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]], *, of_node: bool = False) -> Pending:
-        """Start several :meth:`all_gather` at once, as one message where the device has streams. Collective."""
+        """Start :meth:`all_gather` of several (tensor, label) pairs: as one message where the device has streams.
+        The result of the returned handle is the first tensor. Collective."""
         for full, label in fulls:
             self._count("all_gather", label, full, of_node=of_node)
         return self._gather(*fulls[0], "node_gather" if of_node else "gather", together=[full for full, _ in fulls])
@@ -179,16 +181,13 @@ class Communicator:
         factor: float = 1.0,
         total_dtype: torch.dtype | None = None,
     ) -> Reduction:
-        """Sum ``full`` [shard.size * n] over all ranks, times ``factor``. Collective. Overwrites ``full``.
-
-        The result is this rank's slice of the sum [n] or, with ``whole``, all of the sum, in the memory of ``full`` if
-        dtypes are equal. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends narrower parts, and each rank
-        adds them up in this dtype, in an order that does not depend on the dtype of the parts.
-
-        With streams this method also issues the messages that follow the sum over the ranks that share shards: a sum
-        over nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait for the first sum,
-        so all ranks issue all messages in the order of reductions.
-        """
+        """Sum ``full`` [shard.size * n] over all ranks, times ``factor``. Collective. Overwrites ``full``. The result
+        of the returned handle is this rank's slice of the sum [n] or, with ``whole``, all of the sum, in the memory of
+        ``full`` if dtypes are equal. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends slices in the dtype
+        of ``full``, and each rank adds slices up in ``total_dtype``, in an order that dtypes do not change. With
+        streams this method also issues the messages that follow the sum over the ranks that share shards: a sum over
+        nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait for the first sum, so all
+        ranks issue all messages in the order of reductions."""
         self._count("all_reduce" if whole else "reduce_scatter", label, full, total_dtype)
         in_levels = total_dtype is not None and self.ranks.sum.size > 0
         if self._groups is None:
@@ -225,7 +224,7 @@ class Communicator:
         return Reduction(first, *later)
 
     def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
-        """Copy ``shard`` to this rank's slice of ``full``, or of a new buffer if dtypes differ; return that."""
+        """Copy ``shard`` to this rank's slice of ``full``, or of a new buffer if dtypes differ. Return the buffer."""
         if shard.dtype != full.dtype:
             full = torch.empty_like(full, dtype=shard.dtype)
         own = full.view(self.shard.size, -1)[self.shard.index]
@@ -234,9 +233,9 @@ class Communicator:
         return full
 
     def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
-        """Send parts of ``data`` [bytes] to the ranks that share shards; the result is their parts for this rank.
-        ``sizes``: bytes sent to each rank. ``out_sizes``: bytes received from each. All ranks must issue exchanges and
-        reductions in one order. Collective."""
+        """Send a part of ``data`` [bytes] to each rank that shares shards. The result of the returned handle is the
+        bytes received, in rank order. ``sizes``: bytes sent to each rank. ``out_sizes``: bytes received from each rank.
+        All ranks must issue exchanges and reductions in one order. Collective."""
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1
@@ -250,14 +249,15 @@ class Communicator:
 
     @contextlib.contextmanager
     def set_place(self, place: str) -> Iterator[None]:
-        """Set ``waits.place``, what this rank is doing, in the body, for error messages. An exception leaves it set."""
+        """Context manager in which ``waits.place`` says that this rank is at ``place``, for error messages. An
+        exception leaves it set."""
         before, self.waits.place = self.waits.place, place
         yield
         self.waits.place = before
 
     def resume(self, what: str = "going on after an exception") -> None:
-        """Replace the groups after an exception if ranks have issued different operations on them. Blocks. Collective.
-        See [Note: what resume may trust]."""
+        """Replace the process groups after an exception if ranks have issued different operations on the groups.
+        Blocks. Collective. See [Note: what resume may trust] in ``groups.py``."""
         if self._groups is not None:
             self.gather_checked(None, what)
             for comm in (self, *self._beside.values()):
@@ -282,9 +282,9 @@ class Communicator:
     # -- small messages, for which the host waits ---------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
-        """Send ``tensor`` of rank ``src`` to one rank of each replica, then to the others. Blocks. Collective.
-        ``among``: whether the message is ordered with gathers or with reductions. Take ``reduce`` while param syncs may
-        be in progress, because ranks issue param syncs at different moments."""
+        """Overwrite ``tensor`` on all ranks by that of rank ``src``, sent to one rank of each replica and from there to
+        the replica's other ranks. Blocks. Collective. ``among``: send in the order of gathers or of reductions. Take
+        ``reduce`` while updated parameters may be gathered, because ranks issue those gathers at different moments."""
         if self._groups is None:
             return
         host = self._transport.waits_on_host
@@ -300,7 +300,8 @@ class Communicator:
             tensor.copy_(data)
 
     def _run(self, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
-        """Call ``send`` on the stream of ``kind``, and wait for ``tensor``: the host for host memory, else a stream."""
+        """Call ``send`` on the stream of ``kind`` and wait until ``tensor`` has arrived. The host waits if ``tensor``
+        is in host memory, else the current stream."""
         if tensor.device.type == "cpu":
             self._agree(send(async_op=True), label)
             return
@@ -310,19 +311,20 @@ class Communicator:
         self.streams.wait(event)
 
     def all_gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Gather a small object from each rank, in rank order. Blocks. Collective. ``what``: the purpose, in words; the
-        same on all ranks."""
+        """Gather a small object from each rank, in rank order. Blocks. Collective. ``what``: the purpose, in words."""
         if self._groups is None:
             return [value]
         with self._noting_exceptions():
             return gather_on(self._groups.control, value, self.waits, what)
 
     def gather_checked(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """Gather as :meth:`all_gather_objects`. All ranks raise ApartError if ``what`` differs. Collective."""
+        """Gather a small object from each rank, in rank order, over the group of agreements, which is used after
+        exceptions too. Blocks. Collective. ``what``, ``patient``: see :func:`gather_objects`."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
-        """Gather large objects as :meth:`gather_checked` does, on rank 0 alone. Other ranks get None. Collective."""
+        """Gather an object of any size from each rank, on rank 0, in rank order. Other ranks get None. Blocks.
+        Collective. ``what``: the purpose, in words."""
         if self.world_size == 1:
             return [value]
         return collect_objects(self._parent, value, self.waits, what)
@@ -330,19 +332,19 @@ class Communicator:
     def together(
         self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
     ) -> T:
-        """Run ``act`` on all ranks, and raise on all if it fails on one: see :func:`together`. Collective."""
+        """Run ``act`` and return its result; see :func:`together`. If it fails on one rank, all raise. Collective."""
         return together(self._parent, self.waits, what, act, undo, patient=patient)
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum a small tensor over ranks, in place on its device. Blocks. Collective."""
+        """Sum a small tensor over all ranks, in place, and return the tensor. Blocks. Collective."""
         return self._small(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Take the maximum of a small tensor over ranks, in place. Blocks. Collective."""
+        """Take the maximum of each element over all ranks, in place, and return the tensor. Blocks. Collective."""
         return self._small(tensor, dist.ReduceOp.MAX)
 
     def exchange(self, *values: int) -> list[list[int]]:
-        """Gather integers: for each argument, the values of all ranks in rank order. Blocks. Collective."""
+        """Return for each argument a list of the values of all ranks, in rank order. Blocks. Collective."""
         if self._groups is None:
             return [[value] for value in values]
         self._note("exchange", str(values[0]))
@@ -355,7 +357,8 @@ class Communicator:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _gather(self, full: Tensor, label: str, group: str, *, together: Sequence[Tensor] | None = None) -> Pending:
-        """Issue the gather of ``full``, or of all tensors ``together``, of which ``full`` is the first."""
+        """Issue the gather of ``full`` over the process groups' field ``group``, and return a handle of the gather.
+        ``together``: tensors to gather in one operation, of which ``full`` is the first."""
         if self._groups is None or self._groups.gather is None:
             # The current stream may still be copying the bytes.
             return self._handle(label, [], lambda: full, kind="transfer", event=self.streams.mark())
@@ -374,8 +377,8 @@ class Communicator:
         return Members(ranks.index, ranks.size, getattr(self._groups, group))
 
     def _sum_in_node(self, full: Tensor, total_dtype: torch.dtype | None) -> Sent:
-        """Sum ``full`` over the ranks of this node that share shards, by a message for the slices of each node. The
-        result [nodes * n] has one of these slices for each node. :meth:`_sum_nodes` gives each node its own."""
+        """Sum ``full`` over the ranks of this node that share shards: the first level of a sum in two levels, by one
+        message for each node's slices. The result [nodes * n] has this node's sum of a slice [n] for each node."""
         slices, among = full.chunk(self.ranks.across.size), self._members("node_sum")
         send = partial(self._transport.reduce, total_dtype=total_dtype)
         if self.queues:  # sum at once, so that the next message is received in the same memory
@@ -385,13 +388,15 @@ class Communicator:
         return Sent([work for one in sent for work in one.works], lambda: torch.cat([one.finish() for one in sent]))
 
     def _sum_nodes(self, sums: Tensor) -> Sent:
-        """Issue the sum over the nodes: of a column [nodes * n] that each has summed, this rank's slice [n]."""
+        """Issue the second level of a sum in two levels: add ``sums`` [nodes * n], of :meth:`_sum_in_node`, over the
+        nodes. The result is this rank's slice [n] of the complete sum."""
         assert self._groups is not None
         self._groups.issued["across"] += 1
         return self._transport.reduce(sums, self._members("across"), total_dtype=sums.dtype)
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, in_levels: bool, whole: bool) -> Tensor:
-        """Issue the messages that follow the sum ``shard``. Return ``shard``; if ``whole``, the sums of all shards."""
+        """Queue the messages that follow the first sum, of which this rank has ``shard``: the sum over nodes or
+        replicas and, if ``whole``, the gather of all slices. Return this rank's slice of the sum; all if ``whole``."""
         assert self._groups is not None
         if in_levels:
             shard = self._finish_in_stream(self._sum_nodes(shard))
@@ -436,7 +441,8 @@ class Communicator:
         *,
         keep: Tensor | None = None,
     ) -> Pending:
-        """Return a handle of the messages ``works``. On CUDA call this in ``streams.on``, with ``stream`` current."""
+        """Return a handle of the messages ``works``. On CUDA call this method while ``stream``, on which the messages
+        were queued, is the current stream. ``finish``, ``keep``: see :class:`Pending`."""
         if stream is None or not self.queues:
             if span is not None:
                 end_with(works, span)
@@ -477,7 +483,8 @@ class Communicator:
 
     @contextlib.contextmanager
     def _noting_exceptions(self) -> Iterator[None]:
-        """If the body raises, make counts differ: see [Note: what resume may trust]."""
+        """If the body raises, make this rank's operation counts differ from all others, so that :meth:`resume` replaces
+        the process groups. See [Note: what resume may trust] in ``groups.py``."""
         try:
             yield
         except BaseException:
@@ -501,7 +508,7 @@ class Communicator:
             self._note(kind, label, issued="node_gather" if of_node else kind)
 
     def _summed_nbytes(self, full: Tensor, total_dtype: torch.dtype | None) -> int:
-        """Return the bytes that this rank receives for its slice of the sum of ``full``, without sums over replicas."""
+        """Return the bytes that this rank receives for its slice of a sum, without messages between replicas."""
         if total_dtype is None or not self.ranks.sum.size:
             return full.nbytes - full.nbytes // self.shard.size
         column = full.numel() // self.ranks.sum.size
@@ -517,7 +524,7 @@ class Communicator:
 
 
 def end_with(works: Sequence[Any], span: recording.Open) -> None:
-    """End the recorded ``span`` when the last of the messages ``works`` ends, on a thread of the backend."""
+    """Let a thread of the backend end the recorded ``span`` when all messages ``works`` have ended."""
     left = len(works)
     if not left:
         span.end()

@@ -1,11 +1,12 @@
 """Makes the process groups of communicators, and reuses them, because torch never frees a group.
 
 [Note: what resume may trust]
-After an exception `Communicator.resume` keeps groups on which all ranks have issued equal numbers of each operation: an
-operation uses one group in one order, so no message lacks its counterparts. Ranks that raised in the same place may
-differ: each issues the later half of a reduction, counted apart, when it finds the first half complete. Of a failed
-agreement only the first message may have been sent, so that rank makes its counts differ. Nobody waits for abandoned
-messages: on replaced groups they may never end; on kept ones they end late, and touch only memory of their own.
+After an exception `Communicator.resume` keeps groups on which all ranks have issued equal numbers of each operation:
+each operation uses one group, in one order, so every message has its counterparts on the other ranks. Ranks that raised
+in the same place may still differ: each rank issues the later half of a reduction, counted separately, when that rank
+finds the first half complete. Of a failed agreement only the first message may have been sent, so the rank on which
+the agreement failed makes its counts differ from all others. No rank waits for abandoned messages. On replaced groups
+such messages may never end. On kept groups they end late, and access only memory that nothing else uses.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ OPERATIONS = (
 
 
 def even_alone() -> bool:
-    """Return whether groups of one rank send messages: if LIGHTNING_ZERO_EVEN_ALONE=1, for benchmarks and tests."""
+    """Return whether groups of one rank are made and send messages too: True if the environment variable
+    LIGHTNING_ZERO_EVEN_ALONE is 1, for benchmarks and tests."""
     return os.environ.get("LIGHTNING_ZERO_EVEN_ALONE") == "1"
 
 
@@ -65,7 +67,7 @@ class GroupKind(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Groups:
-    """Holds the process groups of one communicator. Groups of one rank are None, unless ``even_alone``."""
+    """Holds the process groups of one communicator. Groups of one rank are None, unless :func:`even_alone`."""
 
     gather: Any
     reduce: Any
@@ -81,7 +83,7 @@ class Groups:
 
     @property
     def all_issued(self) -> list[int]:
-        """Return how many of each of :data:`OPERATIONS` this rank has issued. See [Note: what resume may trust]."""
+        """Return this rank's number of operations of each kind, in the order of :data:`OPERATIONS`."""
         assert self.issued.keys() <= set(OPERATIONS)
         return [self.issued[kind] for kind in OPERATIONS]
 
@@ -110,7 +112,7 @@ class Groups:
 
 
 def backend_for(group: Any, device: torch.device) -> str:
-    """Return the backend of ``group`` for tensors of ``device``. A group may have several (``cpu:gloo,cuda:nccl``)."""
+    """Return the backend of ``group`` for tensors of ``device``; a group can have several (``cpu:gloo,cuda:nccl``)."""
     served = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
     return served.get(device.type, str(dist.get_backend(group)))
 
@@ -138,9 +140,9 @@ def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: f
 
 @contextlib.contextmanager
 def _connected_when_used(ranks: int) -> Iterator[None]:
-    """Let a group of `ranks` that is made in the body connect two ranks at their first message. Else NCCL connects the
-    group at once if the default group is bound to a device, by a split that needs all ranks of that group; and gloo
-    opens a socket to each rank of a large group, where its rings use two."""
+    """Let a group of ``ranks`` ranks that is made in the body connect two ranks at their first message. Otherwise NCCL
+    connects the group at once if the default group is bound to a device, by a split that needs all ranks of the default
+    group; and gloo opens a socket to each rank of a large group, although its rings use two sockets."""
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
     sets_gloo = ranks > EAGER_RANKS and "TORCH_GLOO_LAZY_INIT" not in os.environ
@@ -161,8 +163,8 @@ class _Parent(NamedTuple):
 
 
 class GroupPool:
-    """Keeps process groups for reuse, because torch never frees them. Ranks drop their communicators at different
-    moments, so they agree on which groups are free. Groups with unequal numbers of sent messages are not reused."""
+    """Keeps process groups for reuse, because torch never frees groups. Ranks drop their communicators at different
+    moments, so all ranks agree on which groups are free. Groups with unequal operation counts are not reused."""
 
     def __init__(self) -> None:
         self._parents: list[_Parent] = []
@@ -187,7 +189,8 @@ class GroupPool:
 
     @staticmethod
     def _free(made: list[Groups], agreement: Any, world_size: int, waits: Waits) -> Groups | None:
-        """Return the first groups that are free on all ranks, with equal operation counts; None if none. Collective."""
+        """Return the first of ``made`` that no communicator uses on any rank and whose operation counts are equal on
+        all ranks; None if there is none. Collective."""
         if not made:  # empty on all ranks or on none, because sets are made collectively
             return None
         # -1: in use. Communicators are garbage-collected at different moments, so no rank may decide alone.

@@ -1,4 +1,4 @@
-"""Handles of operations in flight: a :class:`Pending` is one operation, a :class:`Reduction` up to three in a row."""
+"""Handles of operations in flight: :class:`Pending` of one operation, :class:`Reduction` of up to three in sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_zero.ranks.waits import Waits
 
 @dataclass(eq=False)
 class Pending:
-    """Handle of one operation in flight. Call ``wait`` to use the operation's result on the current stream."""
+    """Handle of one operation in flight. ``wait`` returns the operation's result, for use on the current stream."""
 
     _streams: Streams
     _waits: Waits
@@ -39,8 +39,8 @@ class Pending:
         return over and all(work.is_completed() for work in self._works)
 
     def abandon(self, deadline: float) -> bool:
-        """Wait for the messages until ``deadline`` (monotonic) after an exception, then drop them. Return whether all
-        messages have ended. If not, they can still use their memory, and nobody may resize that memory's storage."""
+        """Wait for the messages until ``deadline`` (in ``time.monotonic``) after an exception, then drop their handles.
+        Return whether all messages have ended. If False, the caller must not resize the tensors' storages."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 # torch rounds to milliseconds and takes zero as "no limit".
@@ -75,12 +75,14 @@ class Pending:
 
 
 class Reduction:
-    """Handle of a reduction in flight. ``land`` waits for the first phase, the sum of this rank's slice over the ranks
-    that share shards (or those of them on this node), and issues the next one: a sum over nodes or replicas, or the
-    gather of an all-reduce. See [Note: one order of collectives]. ``finish`` waits for all phases."""
+    """Handle of a reduction in flight, which has up to three phases: the sum of this rank's slice over the ranks that
+    share shards (with two levels: over those of this node), a sum over nodes or replicas, and the gather of an
+    all-reduce. ``land`` waits for one phase and issues the next; ``finish`` waits for all phases. See
+    [Note: one order of collectives] in ``communicator.py``."""
 
     def __init__(self, first: Pending, *later: Callable[[Tensor], Pending]) -> None:
-        """``first``: the first operation. Each of ``later`` gets the previous result and issues the next operation."""
+        """``first``: handle of the first operation. ``later``: functions, each called with the result of the operation
+        before; each issues the next operation and returns a handle of that operation."""
         self._now = first
         self._later = list(later)
         self._has_landed = False
@@ -93,7 +95,7 @@ class Reduction:
         return self._now.done()
 
     def land(self) -> bool:
-        """Wait for the current operation and issue the next one. Return True if there is no next one. Collective."""
+        """Wait for the current operation, then issue the next one. Return True if there is no next one. Collective."""
         value = self._now.wait()
         if self._later:
             self._now, self._has_landed = self._later.pop(0)(value), True
@@ -108,14 +110,15 @@ class Reduction:
         return self._result
 
     def abandon(self, deadline: float) -> None:
-        """Wait for the current operation until ``deadline``, after an exception, and drop it and all later ones."""
+        """After an exception: wait for the current operation until ``deadline`` (in ``time.monotonic``) if that is the
+        first operation, then drop all operations."""
         # Ranks that raised before finding the first phase complete never issue the second, so do not wait for it.
         self._now.abandon(time.monotonic() if self._has_landed else deadline)
 
 
 class SpareBuffers:
-    """Keeps the largest host buffers for reuse, up to ``keep_nbytes``. torch does not cache host memory: it frees large
-    blocks, and new blocks fault in page by page, so that writes to them take several times as long."""
+    """Keeps the largest host buffers for reuse, up to ``keep_nbytes`` bytes. torch returns large blocks of host memory
+    to the system, and the first writes to new blocks take several times as long because of page faults."""
 
     def __init__(self, keep_nbytes: int) -> None:
         self._keep_nbytes = keep_nbytes
@@ -132,7 +135,7 @@ class SpareBuffers:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Keep ``buffer`` [numel], which nobody uses any more. Frees device buffers, because streams may use them."""
+        """Keep ``buffer`` [numel], which the caller no longer uses, for reuse if it is in host memory."""
         if buffer.device.type == "cpu" and buffer.nbytes <= self._keep_nbytes:
             self._kept.append(buffer)
             self._kept.sort(key=attrgetter("nbytes"))

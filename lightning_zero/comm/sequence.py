@@ -2,9 +2,9 @@
 
 ::
 
-    4 ranks, n = 2      ranks 0 1 have one batch, each half of its positions; ranks 2 3 another one
+    4 ranks, n = 2      ranks 0 and 1 have one batch, each half of its positions; ranks 2 and 3 another batch
 
-The host waits for a message of host tensors. Messages of a device are queued on the compute stream.
+The host waits for messages of host tensors. Messages of device tensors are queued on the compute stream.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TOKENS = "a sum over the tokens of a sequence"
 
 
 class SequenceGroup:
-    """Sends messages among the ranks that share a sequence with this rank. ``rank``: this rank's index among them.
-    ``size``: their number. ``counts``: messages by kind. ``waits``: limits how long this rank waits for the others."""
+    """Sends messages among the ranks that share a sequence with this rank. ``rank``: this rank's index in the group.
+    ``size``: ranks in the group. ``counts``: messages by kind. ``waits``: bounds this rank's waits."""
 
     def __init__(self, parent: Any, ranks: Group, device: torch.device, waits: Waits) -> None:
-        """Make process groups of ``ranks``, and connect these ranks if they train on devices. Collective."""
+        """Make process groups of ``ranks`` (indices in ``parent``). On a GPU also connect the ranks. Collective."""
         of_job = dist.get_process_group_ranks(parent)
         members = [of_job[rank] for rank in ranks.ranks]
         backend = backend_for(parent, device)
@@ -55,7 +55,8 @@ class SequenceGroup:
         return tuple(sorted(self.counts.items()))
 
     def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
-        """Send row ``r`` of ``rows [size, elements]`` to rank ``r``. Return the rows received, by rank. Collective."""
+        """Send row ``r`` of ``rows`` [size, elements] to rank ``r`` of the group. Return the rows received, [size,
+        elements], in rank order. Collective. ``label``: what the message is for, in words."""
         self.counts["all_to_all"] += 1
         recording.moved("sequence", rows.nbytes - rows.nbytes // self.size)
         rows = rows.cpu() if self._through_host else rows
@@ -64,9 +65,9 @@ class SequenceGroup:
         return received.to(self.device)
 
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
-        """Sum ``values [elements] float64`` over the ranks and check that all pass the same ``kind``. Collective.
-        ``kind``: a number for the kind of mean that is computed. If kinds differ, all ranks raise a ConfigError. On a
-        device, where the host does not wait, the returned sums are NaN instead."""
+        """Sum ``values`` ([elements] float64) over the ranks of the group, and return the sums. Collective. ``kind``: a
+        number for the kind of mean that is computed, the same on all ranks. If kinds differ, all ranks raise a
+        ConfigError; on a device, where the host does not wait, the returned sums are NaN instead."""
         marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
         total, alike = marked[:-1], marked[-1] == kind * self.size
         if values.device.type != "cpu":
@@ -79,7 +80,7 @@ class SequenceGroup:
         return total
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum a small tensor over the ranks, in place. Collective."""
+        """Sum a small tensor over the ranks of the group, in place, and return the tensor. Collective."""
         self.counts["all_reduce"] += 1
         total = tensor.cpu() if self._through_host else tensor
         self._send(partial(dist.all_reduce, total), TOKENS)
@@ -102,8 +103,9 @@ _made: list[SequenceGroup] = []  # for reuse, because torch never frees groups
 
 
 def open_sequence_group(parent: Any, ranks: Group, device: torch.device, waits: Waits) -> SequenceGroup:
-    """Return the group of ``ranks``: an old one if they have sent equally many messages, else a new one. Collective.
-    After an exception these counts can differ. Then one rank's new message would be matched with another's old one."""
+    """Return a :class:`SequenceGroup` of ``ranks``: an existing one on which all its ranks have sent equally many
+    messages, else a new one. Collective. After an exception the numbers of sent messages can differ, and a new message
+    of one rank would be matched with an old message of another."""
     made = [g for g in _made if g.parent is parent and g.ranks == ranks and g.device == device]
     issued, what = [g.issued for g in made], "the groups of zero.sequence_parallel"
     table = gather_objects(parent, issued, waits, what, patient=True)
@@ -116,8 +118,8 @@ def open_sequence_group(parent: Any, ranks: Group, device: torch.device, waits: 
 
 
 class OnPaper:
-    """Stands for a :class:`SequenceGroup` and sends nothing: for one rank alone (``OnPaper(1)``), or for tensors
-    without values. ``sent``: bytes that a rank would send."""
+    """Has the methods of a :class:`SequenceGroup` but sends nothing: for one rank alone (``OnPaper(1)``), or to plan
+    with tensors that have no values. ``sent``: bytes that a rank would have sent."""
 
     rank = 0
 

@@ -16,7 +16,8 @@ from lightning_zero.tiers.limits import available_cpus
 
 
 class Share(NamedTuple):
-    """This rank's index on its machine, the number of ranks there, and this rank's cores: ranks split common cores."""
+    """This rank's index among the ranks of its machine, the number of these ranks, and the number of cores for this
+    rank: ranks that may run on the same cores divide the cores equally."""
 
     local_rank: int = 0
     local_ranks: int = 1
@@ -24,7 +25,8 @@ class Share(NamedTuple):
 
 
 def share_of_machine(comm: Communicator) -> Share:
-    """Find this rank's index on its machine, the number of ranks there, and this rank's cores. Collective."""
+    """Return this rank's index on its machine, the number of ranks there, and this rank's number of cores.
+    Collective."""
     cores = sorted(allowed_cores())
     local_rank, in_group = neighbours(comm, machine())
     # A launcher may have given each rank separate cores, or all ranks the same ones.
@@ -39,14 +41,14 @@ def share_of_machine(comm: Communicator) -> Share:
 
 
 def neighbours(comm: Communicator, same: str) -> tuple[int, int]:
-    """Return this rank's index among the ranks that pass the same text ``same``, and their number. Collective."""
+    """Return this rank's index among ranks that pass an equal ``same``, and the number of such ranks. Collective."""
     own = int.from_bytes(hashlib.sha256(same.encode()).digest()[:7])
     (told,) = comm.exchange(own)
     return told[: comm.rank].count(own), max(1, told.count(own))
 
 
 def ranks_on_disk(comm: Communicator, path: str | None) -> int:
-    """Count the ranks of this machine that share the disk of ``path``, including this one. Collective."""
+    """Return how many ranks of this machine, with this one, have their ``path`` on the same disk. Collective."""
     try:
         device = os.stat(path).st_dev if path else -1
     except OSError:
@@ -56,7 +58,8 @@ def ranks_on_disk(comm: Communicator, path: str | None) -> int:
 
 
 def own_path(path: str, share: Share, rank: int) -> str:
-    """Replace ``$RANK``, ``$LOCAL_RANK`` and environment variables in ``path``. ConfigError if one has no value."""
+    """Return ``path`` with ``$RANK``, ``$LOCAL_RANK``, environment variables and ``~`` replaced by this rank's values.
+    Raises ConfigError if a variable has no value."""
     place = {"LOCAL_RANK": str(share.local_rank), "RANK": str(rank)}
 
     def value(match: re.Match[str]) -> str:

@@ -30,26 +30,26 @@ class Members(NamedTuple):
 
 class Sent(NamedTuple):
     """Messages in flight. ``works``: handles on which the host must wait; empty if messages are queued on the current
-    stream. ``finish``: gives the result after the works; call it once, on the stream that uses the result."""
+    stream. ``finish``: returns the result; call it once, after the waits, on the stream that uses the result."""
 
     works: list[Any]
     finish: Callable[[], Tensor]
 
 
 class Transport(Protocol):
-    """Sends logical operations as messages. All methods are asynchronous, collective and need contiguous tensors.
-    ``exchanges``: reductions can use :func:`exchange`. ``waits_on_host``: the host waits even for messages of a device.
-    """
+    """Sends logical operations as messages. All methods are asynchronous and collective; tensors must be contiguous.
+    ``exchanges``: reductions can use :func:`exchange`. ``waits_on_host``: the host waits for device messages too."""
 
     exchanges: bool
     waits_on_host: bool = False
 
     def gather(self, full: Tensor, among: Members) -> Sent:
-        """Fill ``full`` [size * n] with every rank's slice [n], in place; this rank's is filled already. Collective."""
+        """Fill ``full`` [size * n], which has this rank's slice, with the slices [n] of all ranks, in place.
+        Collective."""
         ...
 
     def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
-        """Fill several tensors as :meth:`gather` does. ``finish`` of the result returns the first one. Collective."""
+        """Fill several tensors as :meth:`gather` does. The result is the first tensor. Collective."""
         sent = [self.gather(full, among) for full in fulls]
 
         def finish() -> Tensor:
@@ -61,19 +61,19 @@ class Transport(Protocol):
     def reduce(
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
     ) -> Sent:
-        """Sum ``full`` [size * n] over ranks and return this rank's slice of the sum [n]. Collective. ``in_place``:
-        allow the sum to lie in ``full``. ``total_dtype``: dtype of a sum by :func:`exchange`; None: the dtype of
-        ``full``."""
+        """Sum ``full`` [size * n] over ranks. The result is this rank's slice of the sum [n]. Collective. ``in_place``:
+        the sum may be stored in ``full``. ``total_dtype``: of the sum, by :func:`exchange`; None: that of ``full``."""
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
-        """Send a part of ``data`` [sum(sizes)] to each rank; receive each rank's part in ``out``. Collective."""
+        """Send a part of ``data`` [sum(sizes)] to each rank, and receive a part from each rank in ``out``
+        [sum(out_sizes)], which is the result. Sizes are in elements, by rank. Collective."""
         work = dist.all_to_all_single(out, data, list(out_sizes), list(sizes), group=group, async_op=not _queues(data))
         return Sent(_works(work), lambda: out)
 
 
 class PlainTransport(Transport):
-    """Sends each logical operation by one library call."""
+    """Sends each logical operation by one collective of the backend; a sum with ``total_dtype`` by :func:`exchange`."""
 
     def __init__(self, *, exchanges: bool) -> None:
         self.exchanges = exchanges
@@ -119,8 +119,9 @@ def _works(work: Any) -> list[Any]:
 
 
 class DirectTransport(Transport):
-    """Gathers by broadcasts in place; reduces by an all-to-all and a local sum in rank order. On gloo with two ranks
-    and 64 MiB, gathers take a sixth and reductions a quarter of the time of gloo's own. Issuing them does not block."""
+    """Gathers by broadcasts in place; reduces by an all-to-all and a local sum in rank order. With two ranks and 64 MiB
+    on gloo, gathers take a sixth and reductions a quarter of the time that gloo's all-gather and reduce-scatter take.
+    Issuing these messages does not block."""
 
     exchanges = True
 
@@ -140,8 +141,9 @@ class DirectTransport(Transport):
 
 
 def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place: bool = False) -> Sent:
-    """Sum ``full`` [size * n] over ranks by an all-to-all. Return this rank's slice, in ``total_dtype``. Collective.
-    The host adds in rank order; a device in an order that depends only on the number of parts, not on their dtype."""
+    """Sum ``full`` [size * n] over ranks by an all-to-all. The result is this rank's slice of the sum [n], in
+    ``total_dtype``. Collective. Slices on the host are added in rank order; slices on a device in an order that depends
+    only on the number of ranks, not on the dtype."""
     rank, world_size, group = among
     if _queues(full):
         received = torch.empty_like(full)
@@ -173,7 +175,8 @@ def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place
 
 
 def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Sum ``terms``, each [n], in order and in ``dtype``: slice by slice, to stay in the cache and need few bytes."""
+    """Return the sum of ``terms``, each [n], added in order and in ``dtype``. Works on chunks of :data:`SUM_CHUNK`
+    elements, to stay in the CPU's cache and to need little memory for casts."""
     first, *others = terms
     total = torch.empty_like(first, dtype=dtype)
     converted = torch.empty(min(SUM_CHUNK, len(total)), dtype=dtype)
@@ -185,9 +188,9 @@ def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class HostTransport(Transport):
-    """Sends device tensors over a host-side backend by copies through host memory: correct, not fast. For GPU groups
-    with gloo only. The host waits for the device when it sends, and for other ranks when the result is used. Ranks
-    issue some messages at different moments, so waiting earlier could keep others from this rank's next message."""
+    """Sends device tensors over a host-side backend (gloo) by copies through host memory: correct, not fast. The host
+    waits for the device when a message is issued, and for other ranks when the result is used. Ranks issue some
+    messages at different moments, so an earlier wait could delay a message for which another rank waits."""
 
     waits_on_host = True
 
@@ -214,8 +217,8 @@ class HostTransport(Transport):
 
 def choose_transport(backend: str, world_size: int, device: torch.device) -> Transport:
     """Return a :class:`DirectTransport` for gloo with up to :data:`DIRECT_MAX_RANKS` ranks, else a
-    :class:`PlainTransport`, which, with up to :data:`EXCHANGE_MAX_RANKS` ranks, reduces gradients narrower than their
-    sum by an all-to-all. For a GPU over gloo, a :class:`HostTransport` wraps either."""
+    :class:`PlainTransport`, whose reductions can use an all-to-all with up to :data:`EXCHANGE_MAX_RANKS` ranks. For a
+    GPU over gloo, return a :class:`HostTransport` around the chosen transport."""
     host_side = backend == "gloo"
     transport: Transport = PlainTransport(exchanges=world_size <= EXCHANGE_MAX_RANKS)
     if host_side and world_size <= DIRECT_MAX_RANKS:

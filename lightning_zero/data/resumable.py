@@ -2,7 +2,7 @@
 of ranks or batch size. Items that do not fill a step of the new size are left out of that epoch, as ``drop_last``
 leaves out the last items of an epoch.
 
-Seed and epoch alone determine one order of items for all ranks. The ranks take its items in turns::
+Seed and epoch alone determine an order of items. The ranks take items from this order in turns::
 
     order    | 7 3 | 9 1 | 4 8 | 0 2 | 6 5 |      batches of one item, two ranks
                           ^ 4 items are done: two ranks continue with 4 8, four ranks with 4 8 0 2
@@ -27,7 +27,7 @@ from lightning_zero.settings import ConfigError, check_whole_number
 class ShuffledFrom(DistributedSampler[Any]):
     """A :class:`DistributedSampler` whose first pass skips the first ``start`` items of its epoch.
 
-    ``len`` is that of a whole epoch, because Lightning counts the skipped batches as done.
+    ``len`` counts a whole epoch, because Lightning counts the skipped batches as done.
 
     Attributes:
         start: items of this epoch that all ranks together have trained on.
@@ -63,11 +63,8 @@ class ResumableLoader(DataLoader[Tensor]):
         self, dataset: Any, batch_size: int, *, trainer: Trainer | None = None, sampler: Any = None, **options: Any
     ) -> None:
         self._trainer = trainer if sampler is None else None
-        self._resumed = (
-            -1,
-            0,
-            0,
-        )  # where this run has begun: the epoch, its finished items, the batches that count for these items
+        # Where this run has begun: the epoch, its finished items, and the batches that count for these items.
+        self._resumed = -1, 0, 0
         shares = _shares(trainer)
         sampler = sampler or ShuffledFrom(
             dataset,
@@ -78,7 +75,8 @@ class ResumableLoader(DataLoader[Tensor]):
         super().__init__(dataset, batch_size, sampler=sampler, **options)
 
     def _refuse_unequal(self) -> None:
-        """Raise ConfigError if the Trainer has longer loaders too, so that this one has begun again in the epoch."""
+        """Raise ConfigError if the Trainer has training loaders of other lengths: a shorter loader begins again within
+        the epoch, and its position is not saved."""
         beside = tree_leaves(getattr(self._trainer, "train_dataloader", None))
         lengths = sorted({len(other) for other in beside if isinstance(other, ResumableLoader)})
         if len(lengths) > 1:
@@ -126,7 +124,7 @@ class ResumableLoader(DataLoader[Tensor]):
 
 
 def _shares(trainer: Trainer | None) -> dict[str, Any]:
-    """Return DistributedSampler's arguments, with which ranks that share a sequence get the same samples."""
+    """Return DistributedSampler's arguments; {} without a Trainer. Ranks that share a sequence get the same samples."""
     return (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
 
 

@@ -1,5 +1,5 @@
-"""The interface to a device. The base class is the host: it has no streams and does everything at once. Callers get
-streams and events only to pass them back; on the host both are None."""
+"""The interface to a device. The base class is the host, which has no streams and does all work at once. Callers get
+streams and events only to pass them to other methods; on the host both are None."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Event = object  # defined by the device; None on the host
 
 
 class Accelerator:
-    """The interface to a device; itself, the host. ``has_streams``: the device has streams and its own memory."""
+    """The interface to a device. This base class is the host. ``has_streams``: whether the device has streams."""
 
     has_streams: bool = False
 
@@ -29,19 +29,19 @@ class Accelerator:
     # -- streams and events ----------------------------------------------------------------------------------------
 
     def new_stream(self) -> Any:
-        """Make a stream for work beside the compute stream."""
+        """Return a new stream, for work that overlaps work of the compute stream; None on the host."""
         return None
 
     def current_stream(self) -> Any:
-        """Return the stream on which this thread queues work."""
+        """Return the stream on which this thread queues work; None on the host."""
         return None
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
-        """Queue the body's work on ``stream``, and allocate the body's memory from the pool of ``stream``."""
+        """Return a context whose body queues work on ``stream``, and allocates device memory from its pool."""
         return contextlib.nullcontext()
 
     def record(self) -> Event:
-        """Return an event after everything that the current stream has queued."""
+        """Return an event that happens after all work queued on the current stream so far; None on the host."""
         return None
 
     def wait(self, event: Event) -> None:
@@ -58,11 +58,11 @@ class Accelerator:
         """Make the host wait for all work of the device."""
 
     def moment(self) -> Any:
-        """Return the present, for :meth:`seconds`: an event after all queued work; on the host, seconds of a clock."""
+        """Return the present for :meth:`seconds`: an event after all queued work; on the host, the time of a clock."""
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two results of :meth:`moment`, whose work must be over."""
+        """Return the seconds between two results of :meth:`moment`. The work queued before both must be over."""
         return end - begin
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -86,10 +86,10 @@ class Accelerator:
         return 0
 
     def reset_peak(self) -> None:
-        """Restart the count of :meth:`peak_nbytes`."""
+        """Make :meth:`peak_nbytes` count from now on."""
 
     def release_cached(self) -> None:
-        """Give memory that torch caches and no tensor uses back to the device."""
+        """Free the device memory that torch caches and no tensor uses."""
 
     # -- threads and random numbers --------------------------------------------------------------------------------
 
@@ -105,4 +105,4 @@ class Accelerator:
         return None
 
     def set_rng_state(self, state: Tensor) -> None:
-        """Restore a ``state`` of :meth:`rng_state`."""
+        """Set the device's random number generator to ``state``, a result of :meth:`rng_state`."""

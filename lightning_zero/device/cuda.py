@@ -130,7 +130,7 @@ def gpu_nbytes() -> int:
 
 
 def near_cores(device: torch.device, system: Path = Path("/sys")) -> set[int]:
-    """Return the cores on the NUMA node of a GPU; none if the kernel does not say, as in some virtual machines."""
+    """Return the cores on the NUMA node of a GPU; an empty set if ``system`` (sysfs) lists none."""
     found: Any = torch.cuda.get_device_properties(device)
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
@@ -142,8 +142,8 @@ def near_cores(device: torch.device, system: Path = Path("/sys")) -> set[int]:
 
 
 def bind_near(device: torch.device, devices: Iterable[torch.device]) -> None:
-    """Let this process run only on those of its cores that are near ``device``, if all are near one of ``devices``, the
-    GPUs of this host's ranks: cores that are near none would have nothing to do."""
+    """Restrict this process to those of its allowed cores that are on the NUMA node of ``device``. Does nothing if some
+    allowed core is near none of ``devices`` (the GPUs of this host's ranks), because no rank would use that core."""
     if allowed_cores() <= set().union(*map(near_cores, devices)):
         bind_to(near_cores(device))
 
@@ -154,7 +154,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return ``device``, with the current GPU's number if it is a GPU without one. Threads are bound to a number."""
+    """Return ``device``; if ``device`` is a GPU without an index, with the current GPU's index."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

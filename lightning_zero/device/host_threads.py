@@ -1,7 +1,7 @@
-"""Sets which cores threads run on, and how many threads torch's kernels use for calls of one thread.
+"""Sets which cores threads run on, and how many threads torch's kernels use when one Python thread calls them.
 
-``torch.set_num_threads`` also sets the number for later threads: a thread that has never asked for its number takes the
-last set one at its first kernel.
+``torch.set_num_threads`` also affects threads started later: a thread that has not read or set its number of threads
+takes the number that any thread has set last.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _SETS = threading.Lock()
 
 
 def set_own_threads(count: int) -> None:
-    """Make kernels that this thread calls use ``count`` threads, without effect on the number for later threads."""
+    """Make torch kernels that this Python thread calls use ``count`` threads. Does not affect other Python threads."""
     if torch.get_num_threads() != count:  # this call asks for the number first
         with setting_threads():
             torch.set_num_threads(count)
 
 
 def allowed_cores() -> set[int]:
-    """Return the cores on which this thread may run; none where the system does not say."""
+    """Return the cores on which this thread may run; an empty set on systems without ``os.sched_getaffinity``."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 def bind_to(cores: Collection[int]) -> None:
-    """Let this process run only on those of its cores that are among ``cores``. Changes nothing if none is."""
+    """Restrict this process to its allowed cores that are in ``cores``. Does nothing if no allowed core is."""
     if common := allowed_cores().intersection(cores):
         for thread in os.listdir("/proc/self/task"):  # later threads run where the one runs that starts them
             with contextlib.suppress(OSError):  # it has ended
@@ -38,7 +38,8 @@ def bind_to(cores: Collection[int]) -> None:
 
 @contextlib.contextmanager
 def setting_threads() -> Iterator[None]:
-    """Undo for later threads the effect of ``torch.set_num_threads`` calls in the body, on any thread."""
+    """Context manager in which ``torch.set_num_threads`` affects only the thread that calls it. On exit, restore the
+    number that threads started later take."""
     asked, over = threading.Event(), threading.Event()
 
     def keep() -> None:

@@ -1,4 +1,4 @@
-"""Records what compute waits for, how many bytes move, and when each lane (compute, gathers, disk ...) is busy.
+"""Records what compute waits for, how many bytes are moved, and when each lane (compute, gathers, disk ...) is busy.
 
 ::
 
@@ -6,8 +6,8 @@
     gather  :  [unit 1 ]        [unit 2 ]               spans
     disk    :     [unit 2 ]
 
-On the host a moment is read from the clock. On streams it is a recorded event, which is read when it is over, so nobody
-waits for it. Without a call of :func:`listen` nothing is recorded, and each function costs only a call.
+A moment is a time of the host's clock, or an event on a stream. The time of an event is read after the event, so no
+thread waits. Unless :func:`listen` has been called, nothing is recorded, and each function returns at once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Recorder:
         self._origin: tuple[Any, float] | None = None
 
     def moment(self, *, on_host: bool = False) -> Any:
-        """Return the present moment: a time of the host's clock in seconds, or an event after all queued work."""
+        """Return the present moment: an event after all work queued on the current stream; with ``on_host``, or without
+        streams, a time of the host's clock in seconds."""
         return time.perf_counter() if on_host else self._accelerator.moment()
 
     def add(self, lane: str, what: str, begin: Any, end: Any, waits_for: str = "") -> None:
@@ -100,7 +101,7 @@ class Recorder:
             self.add(COMPUTE, what, begin, end, kind)
 
     def waited_so_far(self) -> dict[str, float]:
-        """Return the seconds that compute has waited, by kind of :data:`WAITS`. Waits of streams count when over."""
+        """Return the seconds that compute has waited in waits that are over, by kind of :data:`WAITS`."""
         with self.lock:
             while self._later and self._accelerator.is_over(self._later[0][2]):
                 kind, begin, end = self._later.popleft()
@@ -108,7 +109,7 @@ class Recorder:
             return dict(self.waited)
 
     def moved_so_far(self) -> Counter[str]:
-        """Return the bytes moved so far, by kind of :data:`MOVES`: a copy, because other threads go on counting."""
+        """Return a copy of the counts of bytes moved so far, by kind of :data:`MOVES`."""
         with self.lock:
             return Counter(self.moved)
 
@@ -136,7 +137,8 @@ _listeners = 0
 
 
 def listen(accelerator: Accelerator) -> Recorder:
-    """Start to record. Recording ends after as many calls of :func:`stop` as of this function."""
+    """Start to record, unless this process records already. Return the recorder. Recording ends after as many calls of
+    :func:`stop` as of this function."""
     global recorder, _listeners
     if recorder is None:
         recorder = Recorder(accelerator)
@@ -153,7 +155,7 @@ def stop() -> None:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Record nothing in the body. Used for trial steps, which must not count as steps of the run."""
+    """Context manager in which nothing is recorded: for trial steps, which must not count as steps of the run."""
     global recorder
     before, recorder = recorder, None
     try:
@@ -168,7 +170,8 @@ def keeper() -> Recorder | None:
 
 
 def waiting(kind: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
-    """Record the body as a wait of compute: of the host if ``on_host`` or without streams, else of a stream."""
+    """Return a context that records its body as a wait of compute. The host waits if ``on_host`` or without streams,
+    else the current stream. ``kind``: one of :data:`WAITS`; ``what``: a unit or bucket."""
     # Threads of this package wait beside compute. A thread of the user or of autograd computes.
     if recorder is None or threading.current_thread().name.startswith("lightning_zero"):
         return _NOBODY
@@ -183,18 +186,19 @@ def moved(kind: str, nbytes: int) -> None:
 
 
 def begin(lane: str, what: str, *, on_host: bool = False) -> Open | None:
-    """Begin a span of ``lane``. Return None if no spans are kept. ``on_host``: take the host's clock even on a GPU."""
+    """Begin and return a span of ``lane``; None if no spans are kept. ``on_host``: use the host's clock on GPUs too."""
     return None if recorder is None or recorder.spans is None else Open(recorder, lane, what, on_host=on_host)
 
 
 def span(lane: str, what: str, *, on_host: bool = False) -> AbstractContextManager[object]:
-    """Record the body as a span of ``lane``; see :func:`begin`."""
+    """Return a context that records its body as a span of ``lane``; see :func:`begin`."""
     return begin(lane, what, on_host=on_host) or _NOBODY
 
 
 def profiled(kind: str, what: str) -> AbstractContextManager[None]:
-    """Open a range ``zero: <kind> <what>`` of ``torch.profiler`` (of NVTX under ``emit_nvtx``) if this thread is
-    profiled. ``kind``: ``gather``, ``wait for``, ``reduce``, ``transfer`` or ``step``; ``what``: a unit or bucket."""
+    """Return a context that shows its body as ``zero: <kind> <what>`` in ``torch.profiler`` (NVTX under ``emit_nvtx``);
+    one without effect if this thread is not profiled. ``kind``: ``gather``, ``wait for``, ``reduce``, ``transfer`` or
+    ``step``; ``what``: a unit or bucket."""
     if not torch.autograd._profiler_enabled():
         return _NOBODY
     return torch.profiler.record_function(f"zero: {kind} {what}")

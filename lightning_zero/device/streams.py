@@ -3,17 +3,17 @@
 ::
 
     compute : --e0------------------w1-- use --r       e0: what the transfer must wait for
-    gather  :     \\w0-- all_gather --e1               e1: its end
+    gather  :     \\w0-- all_gather --e1               e1: the end of the transfer
     reduce  :  reduce-scatters                        w : a stream waits, never the host
     h2d     :  parameters from the host, before their gather
     push    :  parameters that a step on the host has changed
-    d2h     :  reduced gradients to the host, behind their reduction
+    d2h     :  reduced gradients to the host, after their reduction
 
 Memory that another stream reads is kept until compute has waited for ``e1``. So no ``record_stream`` is needed.
 
-Gathered parameters lie in the gather stream's memory pool, which nothing else uses. When their memory goes back to the
-pool, ``r`` marks compute's last use of it. A gather waits for the last ``r`` and for the last change of the values that
-it sends, but not for what compute has queued since. So it can start while compute is still busy.
+Gathered parameters are allocated from the gather stream's memory pool, which has no other use. When this memory is
+freed, event ``r`` is recorded after compute's last use. A gather waits for the last ``r`` and for the last change of
+the values that the gather sends, but for no later work of compute, so a gather can start while compute is still busy.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Streams:
         self._change_event: Any = None  # event after the last change of what gathers send; None: not recorded yet
 
     def on(self, kind: str, *, after: Any = None) -> contextlib.AbstractContextManager[Any]:
-        """Run the body on the stream of ``kind`` and pass that stream to the body (None without streams). ``after``:
-        the event to wait for. Default: everything that the current stream has queued."""
+        """Return a context that runs its body on the stream of ``kind``, after the event ``after``; by default after
+        all work queued on the current stream. The ``as`` target is the stream (None without streams)."""
         stream = self._streams.get(kind)
         if stream is None or (after is None and stream == self.accelerator.current_stream()):
             return contextlib.nullcontext(stream)
@@ -63,13 +63,14 @@ class Streams:
     # -- memory of gathered parameters, and what is sent to fill it ------------------------------------------------
 
     def pool_of(self, kind: str) -> contextlib.AbstractContextManager[Any]:
-        """Allocate the body's memory from the pool of ``kind``'s stream. Fill that memory in :meth:`on_free_memory`."""
+        """Return a context whose body allocates device memory from the pool of ``kind``'s stream. Write to that memory
+        only in :meth:`on_free_memory`, which waits for earlier uses of the pool's memory."""
         return self.accelerator.on(self._streams[kind]) if self._streams else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def on_free_memory(self, kind: str) -> Iterator[Any]:
-        """Run the body on the stream of ``kind`` (passed to the body; None without streams), after the last uses of
-        memory that was freed to this stream's pool, and after the last change of the shards that all-gathers send."""
+        """Context manager that runs its body on the stream of ``kind`` (the ``as`` target; None without streams), after
+        the last uses of memory freed to this stream's pool and the last change of the shards that gathers send."""
         stream = self._streams.get(kind)
         if stream is None:
             yield None
@@ -84,16 +85,16 @@ class Streams:
             yield stream
 
     def give_back(self) -> None:
-        """Note that memory of gathered parameters went back to its pool, after a last use on the current stream."""
+        """Note that memory of gathered parameters was freed, and that its last use was on the current stream."""
         if self._streams:
             self._given_back[self.accelerator.current_stream()] = self.accelerator.record()
 
     def change(self) -> None:
-        """Note that the current stream changes values that gathers send. Later gathers wait for this change."""
+        """Note that the current stream changes shards that gathers send. Gathers issued later wait for this change."""
         self._change_event = None
 
     def change_event(self) -> Any:
-        """Return an event after the last change of the values that gathers send; None without streams."""
+        """Return an event after the last change of the shards that gathers send; None without streams."""
         if self._change_event is None:
             # Record now, at the first gather that needs it: one event for all changes of a step.
             self._change_event = self.accelerator.record()
@@ -102,8 +103,9 @@ class Streams:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def hold(self, memory: Any, event: Any) -> None:
-        """Keep ``memory`` of the current or the reduce stream's pool until ``event``, because another stream reads it.
-        If more than :data:`HELD` blocks are kept, these two streams, not the host, wait for the oldest event."""
+        """Keep ``memory``, allocated on the current or the reduce stream and read by another stream, until ``event``.
+        If more than :data:`HELD` blocks are kept, these two streams, not the host, wait for the oldest block's
+        event."""
         # Dropped earlier, the memory could be overwritten by the stream that allocated it.
         self._held.append((event, memory))
         while self._held and (len(self._held) > HELD or self.accelerator.is_over(self._held[0][0])):
@@ -113,11 +115,12 @@ class Streams:
                 pass
 
     def drop_held(self) -> None:
-        """Free all memory that :meth:`hold` keeps. Call it when the host has waited for the device."""
+        """Drop all memory that :meth:`hold` keeps. Call this method only after the host has waited for the device."""
         self._held.clear()
 
     def to_host(self, number: Tensor) -> tuple[Tensor, Any]:
-        """Copy a 0-d tensor to the host. Return the copy, and the event of its arrival (None without streams)."""
+        """Copy a 0-d tensor to the host without waiting. Return the copy, and an event after the copy's arrival;
+        without streams, ``number`` and None."""
         if not self.are_there:
             return number, None
         host = self.accelerator.host_memory(number.shape, number.dtype)
@@ -125,10 +128,10 @@ class Streams:
         return host, self.mark()
 
     def mark(self) -> Any:
-        """Return an event after what the current stream has queued so far; None without streams."""
+        """Return an event after all work queued on the current stream so far; None without streams."""
         return self.accelerator.record()
 
     def wait(self, event: Any) -> None:
-        """Make the current stream wait for ``event`` (of :meth:`mark`)."""
+        """Make the current stream wait for ``event``, a result of :meth:`mark` (None: do nothing)."""
         if event is not None:
             self.accelerator.wait(event)

@@ -4,7 +4,7 @@
 
     engine       the class Engine: the calls that other packages make
     build        the parts of an engine, and how they are made
-    units        the sharded parameters: their flat buffers, and the tiers that hold these
+    units        the sharded parameters: their flat buffers, and the tiers that hold the buffers
     passes       forward and backward: gathers, gradients, reductions
     host_copy    the copy of a module on its host, between Trainer runs
     steps        optimizers and offloaded steps

@@ -53,13 +53,13 @@ LIVE: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 def instances() -> set[int]:
-    """Return the numbers in file names of this process's file tiers. A new file tier takes another number."""
+    """Return the numbers that this process's engines use in file names of offloaded shards."""
     return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 
 def describe_checked(module: nn.Module, config: ZeroConfig, *, is_sharded: bool) -> list[describe.UnitGroup]:
-    """Check settings and ``module``. Return a description of each of its units, the root first. Raises ConfigError on
-    this rank alone, also if the module is sharded already. Sends no message: the caller must tell other ranks."""
+    """Check settings and ``module``. Return a description of each unit, the root first. Raises ConfigError on this rank
+    alone, also if the module is sharded already. Sends no message: the caller must tell other ranks."""
     precision = config.precision.name or Precision.fp32
     if is_sharded:
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
@@ -74,7 +74,8 @@ def describe_checked(module: nn.Module, config: ZeroConfig, *, is_sharded: bool)
 
 
 def replace_forwards(module: nn.Module, units: Sequence[Unit], hooks: Hooks, config: ZeroConfig) -> CompiledModules:
-    """Replace the forwards of ``units`` by ones that recompute activations or are compiled, as ``config`` asks."""
+    """Replace the forwards of ``units`` by forwards that recompute activations or are compiled, as ``config`` says.
+    Return the object that tracks compiled modules."""
     passes = hooks.passes
     keeping: Context = nullcontext
     if config.activation_checkpointing is Recompute.offload:
@@ -113,7 +114,7 @@ def register_hooks(module: nn.Module, units: Sequence[Unit], hooks: Hooks, confi
 
 
 class Core:
-    """Makes the parts of an :class:`Engine`, on which the functions of ``whole/`` work.
+    """Base class of :class:`Engine`, which makes the engine's parts. Functions in ``whole/`` take it as an argument.
 
     Attributes:
         config: the settings, with the stage and offload of the last :meth:`Engine.restage`.
@@ -187,7 +188,7 @@ class Core:
 
     @tiers.setter
     def tiers(self, tiers: Tiers) -> None:
-        """Use ``tiers``, and close them when the engine is freed. The caller has to close the previous tiers."""
+        """Use ``tiers``, and close ``tiers`` when the engine is freed. The caller has to close the previous tiers."""
         if self._closing is not None:
             self._closing.detach()
         self._tiers = tiers

@@ -70,9 +70,7 @@ class Engine(Core):
     @outside_autograd
     def release(self) -> None:
         """Undo the sharding. Parameters become full on the device. Hooks, files and groups are removed. Collective.
-
-        Raises RuntimeError if ranks have written different values to parameters since the last backward.
-        """
+        Raises RuntimeError if ranks have written different values to parameters since the last backward."""
         whole_params.shard_again(self, keep=False)
         passes = self.passes
         passes.timeline.close()
@@ -129,14 +127,11 @@ class Engine(Core):
     def state_dict(
         self, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
     ) -> State:
-        """Return ``module.state_dict()`` with full tensors on the host. Collective.
-
-        By default only rank 0's tensors have values; those of other ranks have a shape and dtype, and a use of their
-        values raises RuntimeError.
-
-        If the module overrides ``state_dict``, its override is called. Tied parameters share one tensor. With
-        ``trainable_only`` the dict lacks frozen parameters. With ``fakes``, tensors have a shape and dtype, no values.
-        """
+        """Return ``module.state_dict()`` with full tensors on the host. Collective. By default only rank 0's tensors
+        have values; those of other ranks have a shape and dtype, and a use of their values raises RuntimeError. If the
+        module overrides ``state_dict``, its override is called. Tied parameters share one tensor. With
+        ``trainable_only`` the dict lacks frozen parameters. With ``fakes``, tensors have a shape and dtype, no
+        values."""
         return state_dicts.module_state(self, only_rank_0=only_rank_0, fakes=fakes, trainable_only=trainable_only)
 
     def load_state_dict(self, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
@@ -149,21 +144,17 @@ class Engine(Core):
     @contextlib.contextmanager
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> Iterator[None]:
         """Open a pass (a forward and its backward): modules can be called and the root's parameters read. Collective.
-
         The pass ends with the next backward. With ``evaluation`` it has no backward, and ends at the end of the
-        ``with``. Passes with the same ``key`` share one recorded order of gathers.
-        """
+        ``with``. Passes with the same ``key`` share one recorded order of gathers."""
         if not evaluation:
             whole_params.shard_again(self)  # and leave it sharded after the scope: a backward follows
         with whole_params.set_aside(self), self.passes.scope(key, evaluation=evaluation):
             yield
 
     def add_optimizer(self, optimizer: Optimizer) -> Stepper:
-        """Make ``optimizer`` step the shards, and return its stepper. Collective.
-
-        Raises ConfigError if ``optimizer`` cannot step shards, has parameters of other modules or was added before, or
-        if a tier lacks memory for the optimizer state.
-        """
+        """Make ``optimizer`` step the shards, and return its stepper. Collective. Raises ConfigError if ``optimizer``
+        cannot step shards, has parameters of other modules or was added before, or if a tier lacks memory for the
+        optimizer state."""
 
         self.passes.wait_for_all()  # steps under way use the storages that get this optimizer's state
 
@@ -181,11 +172,9 @@ class Engine(Core):
 
     @outside_autograd
     def renew_optimizers(self, make: Callable[[], Sequence[Optimizer]]) -> None:
-        """Step the optimizers that ``make()`` returns, and no others from now on. Collective.
-
-        State belongs to the optimizer objects. One that ``make()`` returns again goes on with its state. One that it
-        does not, but that code of the user's still holds, gets its state back, as whole tensors on the host.
-        """
+        """Step the optimizers that ``make()`` returns, and no others from now on. Collective. An optimizer that
+        ``make()`` returns again keeps its state. If ``make()`` does not return an optimizer, but the user's code still
+        refers to the object, its state becomes whole tensors on the host."""
         self.passes.wait_for_all()
         before, self.optimizers[:] = [*self.optimizers], []
         paused = [(stepper, weakref.ref(stepper.pause())) for stepper in before]
@@ -214,8 +203,8 @@ class Engine(Core):
     def _release_optimizers(
         self, paused: Sequence[tuple[Stepper, weakref.ref[Optimizer]]], device: torch.device | str
     ) -> None:
-        """Give the state of ``paused`` optimizers back to them, as whole tensors on ``device``; drop it where nobody
-        holds the optimizer any more. Collective."""
+        """Put the state of ``paused`` optimizers into their ``state`` dicts, as whole tensors on ``device``. Drop the
+        state of optimizers that no rank refers to any more. Collective."""
         if not paused:
             return
         if sum(info.numel for bucket in self.buckets for info in bucket.params) > LARGE_NUMEL:

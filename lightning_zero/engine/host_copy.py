@@ -1,4 +1,5 @@
-"""The copy of a module on a host between Trainer runs, which all ranks of the host map: see ``whole_params.py``."""
+"""The copy of a module's parameters between Trainer runs, in memory shared by all ranks of a host: see
+``whole_params.py``."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class _Shown(NamedTuple):
 
 
 class HostCopy:
-    """Maps for this rank all parameters, which lie in shared memory of its host, with the file descriptor ``fd``."""
+    """Gives this rank access to a copy of all parameters in shared memory of its host. ``fd``: the file descriptor of
+    that memory. ``params``: each parameter's memory. This rank's writes are private to it (copy-on-write)."""
 
     def __init__(self, buckets: Sequence[Bucket], fd: int) -> None:
         self.nbytes, start = nbytes_of(buckets), 0
@@ -45,11 +47,11 @@ class HostCopy:
         self._seen: list[object] = []  # ``storage.changes`` of the buckets when the copy equalled the masters
 
     def equals_masters(self, buckets: Sequence[Bucket]) -> None:
-        """Record that the copy equals the masters of ``buckets`` now."""
+        """Record that the copy equals the masters of ``buckets`` at present."""
         self._seen = [bucket.storage.changes for bucket in buckets]
 
     def still_equals(self, buckets: Sequence[Bucket]) -> bool:
-        """Return whether the copy still equals this rank's masters. No step must be under way."""
+        """Return whether the copy equals this rank's masters of ``buckets``. No step may be running."""
         if self._seen != [bucket.storage.changes for bucket in buckets]:
             return False
         # Where parameters are the masters themselves, user code can write to masters unseen: compare the values.
@@ -63,7 +65,7 @@ class HostCopy:
         return True
 
     def written(self) -> dict[int, Tensor]:
-        """Return the new values of parameters that users wrote on this rank, by index in ``params``, on the host."""
+        """Return, by index in ``params``, the host values of parameters that users have written to on this rank."""
         found = {}
         for number, (_, info, original, _) in enumerate(self.params):
             now = info.param.data.detach().to("cpu", info.dtype)
@@ -77,7 +79,7 @@ def nbytes_of(buckets: Iterable[Bucket]) -> int:
 
 
 def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
-    """Return a tensor for a parameter on ``memory``, from byte ``start``. Saving it writes only this parameter."""
+    """Return a tensor for a parameter on ``memory``, from byte ``start``. ``torch.save`` writes only its bytes."""
     if not info.numel:
         return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)

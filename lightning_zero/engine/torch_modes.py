@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate ``method`` to run with grad and inference mode off. Inside, operations on parameters gather nothing."""
+    """Decorate ``method`` to run with grad and inference mode off. Its operations on parameters do not gather."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,7 +67,8 @@ def caller_modes() -> tuple[torch.dtype, list[TorchFunctionMode]]:
 
 @contextlib.contextmanager
 def under_modes(modes: tuple[torch.dtype, Sequence[TorchFunctionMode]]) -> Iterator[None]:
-    """Activate ``modes`` of :func:`caller_modes` inside the ``with``: a backward runs without those of its forward."""
+    """Context manager that activates ``modes``, a result of :func:`caller_modes`. Used for recomputation, because
+    autograd runs a backward without the modes of its forward."""
     with contextlib.ExitStack() as around:
         around.enter_context(default_dtype(modes[0]))
         _, there = caller_modes()
@@ -78,7 +79,8 @@ def under_modes(modes: tuple[torch.dtype, Sequence[TorchFunctionMode]]) -> Itera
 
 
 def without_history(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate as :func:`outside_autograd`, but change modes only if they differ. ``method`` must use no parameters."""
+    """Decorate as :func:`outside_autograd`, but without changes of modes if grad and inference mode are off already.
+    ``method`` must not use parameters."""
     guarded = outside_autograd(method)
 
     @functools.wraps(method)
@@ -91,6 +93,6 @@ def without_history(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which autocast is off. For a device type without autocast (meta) it does nothing."""
+    """Return a context in which autocast is off; one without effect for a device type without autocast (meta)."""
     known = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()

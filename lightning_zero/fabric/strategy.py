@@ -1,8 +1,8 @@
 """ZeroFabricStrategy: maps Fabric's calls of a strategy to calls of the engine. It holds no sharding logic.
 
 It saves and loads the mapping of objects that users give to fabric.save, as one file or as a folder in DCP's format.
-The file equals that of Fabric under DDP. All ranks write it if it holds exactly one sharded module, otherwise rank 0
-does.
+The file equals that of Fabric under DDP. All ranks write the file if it holds exactly one sharded module; otherwise
+rank 0 does.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     @outside_graphs
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward, and reduce all gradients before this returns. Collective."""
+        """Run the backward of ``tensor``, and reduce all gradients before returning. Collective."""
         engines: Sequence[Engine] = self.strategy.engines_of_backward(model)
         if self.scaler is not None:
             self._forget_left_out(engines)
@@ -96,11 +96,11 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
             super().backward(tensor, model, *args, **kwargs)
 
     def _forget_left_out(self, engines: Sequence[Engine]) -> None:
-        """Before a backward, forget whether gradients of steps that were left out had overflowed. Collective.
+        """Before a backward, update ``overflowed`` of optimizers that unscaled gradients but made no step. Collective.
 
-        If old gradients were finite, this says nothing about the gradients of the next backward. If they had
-        overflowed and this backward adds to them, the next step must be skipped. If users have cleared them, the scale
-        is lowered as after a skipped step.
+        Finite gradients say nothing about the gradients of the next backward. If gradients overflowed and are still
+        there, the next step must be skipped. If users have cleared gradients that overflowed, the scale is lowered as
+        after a skipped step.
         """
         assert self.scaler is not None
         self.overflowed = {optimizer: True for optimizer, overflowed in self.overflowed.items() if overflowed}
@@ -125,7 +125,8 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step the optimizer. With loss scaling, all ranks skip it if gradients of any rank overflow. Collective."""
+        """Step the optimizer. With loss scaling, all ranks skip the step if a gradient overflowed on any rank.
+        Collective."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, **kwargs)
         if "closure" in kwargs:  # as torch.amp.GradScaler
@@ -234,8 +235,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
 
     @property
     def _engine_that_waits(self) -> Engine | None:
-        """Return the engine of the first module that is set up, or None. Through its Waits, a rank in a step learns
-        that another rank is saving instead, and the reverse."""
+        """Return the engine of the first module that is set up, or None. Through the engine's Waits, a rank in a step
+        learns that another rank is saving, and a rank that saves learns that another is in a step."""
         return next(iter(self._engines), None)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -266,7 +267,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
             module.to(self.root_device)
 
     def setup_module(self, module: Module) -> ZeroModule:
-        """Shard ``module`` in place; return it in a ZeroModule. Raise ConfigError on all ranks if it fails.
+        """Shard ``module`` in place, and return a ZeroModule of it. All ranks raise ConfigError on failure.
         Collective."""
         config = with_precision(self.config, self.precision.row)
         with names_arguments(self._given_config):
@@ -293,8 +294,9 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
             raise
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make ``optimizer`` step its module's shards, and return it. One with parameters of no sharded module steps
-        them as they are. Raise ConfigError on all ranks if it has some of both, or of several modules. Collective."""
+        """Make ``optimizer`` step its module's shards, and return it. If it has no parameters of sharded modules, warn
+        that it steps whole parameters. Raise ConfigError on all ranks if it has parameters of several sharded modules.
+        Collective."""
         if self.steps_shards(optimizer):
             with names_arguments(self._given_config):
                 self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
@@ -309,7 +311,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
         return optimizer
 
     def steps_shards(self, optimizer: Any) -> bool:
-        """Return whether ``optimizer`` is an optimizer of sharded parameters."""
+        """Return whether ``optimizer`` is an Optimizer with a parameter of a sharded module."""
         return isinstance(optimizer, Optimizer) and any(
             engine.units.owns(param)
             for group in optimizer.param_groups
@@ -332,8 +334,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def engines_of_backward(self, module: Module | None) -> Sequence[Engine]:
-        """Return the engines to prepare for a backward: that of ``module`` if the user gave it, else the only engine.
-        If there are several, return those in a pass that a forward has begun."""
+        """Return the engines to prepare for a backward: the engine of ``module`` if given, else the only engine or, of
+        several, those that have begun a forward."""
         if isinstance(module, ZeroModule):
             return [module.engine]
         found = self._engines
@@ -356,8 +358,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients of ``optimizer``, and return their norm before that, 0-d. Raise RuntimeError on all ranks
-        if the norm is not finite and ``error_if_nonfinite``. Collective."""
+        """Clip the gradients of ``optimizer``, and return the norm before clipping, 0-d. Raise RuntimeError on all
+        ranks if the norm is not finite and ``error_if_nonfinite``. Collective."""
         if not self.steps_shards(optimizer):
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
@@ -470,7 +472,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
         return RangeSave(owners.pop(), io, file, with_values=bool(filter), noting=contextlib.nullcontext)
 
     def _filtered(self, content: dict[str, Any], filter: Filter) -> dict[str, Any]:
-        """Leave out the entries that ``filter`` leaves out on rank 0, which alone has the values of a file."""
+        """Return ``content`` without entries that ``filter`` rejects on rank 0, the only rank with values.
+        Collective."""
 
         def ask() -> dict[str, list[str]]:
             parts = {key: content[key] for key in filter if self.is_global_zero and isinstance(content.get(key), dict)}
@@ -553,8 +556,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
 
 
 class DDPZeroFabricStrategy(ZeroFabricStrategy):
-    """The strategy of ``Fabric(strategy="ddp_zero3")``: an instance of DDPStrategy for packages that check the
-    class."""
+    """The strategy ``ddp_zero3`` of Fabric: an instance of DDPStrategy for packages that check the class."""
 
 
 fabric.strategies.DDPStrategy.register(DDPZeroFabricStrategy)

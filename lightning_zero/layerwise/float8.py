@@ -1,4 +1,4 @@
-"""Let linear layers compute in float8, by torchao. Their weights stay ordinary parameters, with the names they had."""
+"""Let linear layers compute in float8, by torchao. Weights remain plain parameters, and no name changes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,11 @@ def check_torchao(precision: PrecisionConfig) -> None:
 
 
 def convert(module: nn.Module, precision: PrecisionConfig, device: torch.device) -> None:
-    """Let the linear layers of ``module`` that ``precision`` chooses compute in float8, and none that it does not.
+    """Let exactly the linear layers of ``module`` that ``precision`` chooses compute in float8, also after an earlier
+    run chose others. The class of such a layer becomes torchao's Float8Linear; the object, with its hooks, remains the
+    same. Subclasses of nn.Linear, also those with parametrized weights, are not chosen: they have their own forward.
 
-    A layer gets torchao's class Float8Linear and stays the same object, with its hooks and in all places that hold it.
-    Subclasses of nn.Linear, also those with parametrized weights, keep a forward of their own.
-
-    Raises ConfigError without torchao, on a GPU that cannot multiply in float8, or if no layer is chosen.
-    """
+    Raises ConfigError without torchao, on a GPU that cannot multiply in float8, or if no layer is chosen."""
     for linear in module.modules():
         for key in vars(linear).pop(GIVEN, ()):  # of an earlier run
             linear.__class__ = nn.Linear

@@ -42,8 +42,7 @@ def chunked_loss(
         reduction: ``mean`` over the counted tokens of the whole batch (NaN if there are none), ``sum``, or ``none``.
 
     Raises ConfigError for a ``head`` that is not a module, sizes that do not match, a ``loss`` that does not return one
-    number per token, or an unknown ``reduction``.
-    """
+    number per token, or an unknown ``reduction``."""
     if not isinstance(head, nn.Module):
         raise ConfigError(
             f"chunked_loss: expected head to be a module, because its parameters get gradients, got a "

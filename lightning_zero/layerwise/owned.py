@@ -2,8 +2,7 @@
 
 During a step a *full parameter* replaces a parameter in the optimizer's param groups. It is a plain Parameter of the
 same shape and strides, and has values during a step only. It is the key of the parameter's optimizer state. The owner
-(every rank, if masters are replicated) holds this state, on the tier of the bucket's masters.
-"""
+(every rank, if masters are replicated) holds this state, on the tier of the bucket's masters."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from lightning_zero.pretrained.stored import StoredTensor
 
 @dataclass(eq=False, slots=True)
 class WholeTensor:
-    """A parameter that is stepped whole, by the rank that owns it."""
+    """A parameter that is stepped whole, not in slices, by the rank that owns it."""
 
     bucket: Bucket
     info: ParamInfo
@@ -62,7 +61,7 @@ FlatStates = dict[int, tuple[Tensor, Tensor]]  # id of a state tensor -> (the te
 
 
 class Owned:
-    """All tensors that one optimizer steps whole, on any rank, and the state of those that this rank steps."""
+    """Holds all tensors that one optimizer steps whole, on any rank, and the state of tensors that this rank steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -74,8 +73,8 @@ class Owned:
     # -- which tensors --------------------------------------------------------------------------------------------
 
     def replace_tensors(self, wanted: Sequence[WholeTensor]) -> None:
-        """Replace the set of tensors by ``wanted``, after param groups have changed. Tensors of the old set keep their
-        objects and state. Those that have been stepped are kept, with their state, as they may come back."""
+        """Replace the set of tensors by ``wanted``, after param groups have changed. A tensor that was in the old set
+        keeps its object and state. Tensors that have been stepped stay in the set, because they may be wanted again."""
         found = {key: tensor for key, tensor in self.tensors.items() if key in self._stepped}
         found |= {(tensor.bucket, tensor.info.slot): tensor for tensor in wanted}
         for key, tensor in found.items():
@@ -118,7 +117,8 @@ class Owned:
     # -- values of a step -----------------------------------------------------------------------------------------
 
     def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None) -> None:
-        """Give the full parameter ``values`` [shape] and ``grad`` for a step, and copy its state to that device."""
+        """Let the full parameter of ``tensor`` have ``values`` [shape] and ``grad`` for a step. If the state is stored
+        off the device of ``values``, copy the state to that device."""
         tensor.key.data = values
         tensor.key.grad = grad
         state = self.state(tensor)
@@ -137,7 +137,8 @@ class Owned:
         return found
 
     def move_to_tier(self, bucket: Bucket) -> None:
-        """Move the bucket's optimizer state on this rank to the tier of the masters, whose storage must be open."""
+        """Move the bucket's optimizer state on this rank to the tier of the masters. The bucket's storage must be
+        accessible (``with opened(bucket.storage)``)."""
         if bucket.plan.storage_tier is Tier.device:
             return
         before = self._flat_states.get(bucket, {})
@@ -163,13 +164,14 @@ class Owned:
                 leaf.data = flat_state.as_strided(leaf.shape, leaf.stride(), flat_state.storage_offset())
 
     def leaves(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor]]:
-        """Yield (tensor, path in its state, state tensor) for each state tensor of the bucket on this rank."""
+        """Yield (tensor, path in the tensor's state, state tensor) for each state tensor of the bucket on this rank."""
         for tensor in self.here(bucket):
             for name, leaf in leaves_of(self.state(tensor)):
                 yield tensor, name, leaf
 
     def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """Return the bucket's state that this rank saves, by slot. A :class:`Leaf` takes the place of each tensor."""
+        """Return the bucket's state that this rank saves, by the parameter's slot in the bucket, with a :class:`Leaf`
+        instead of each tensor."""
         found: dict[int, dict[str, Any]] = {}
         for tensor in self.here(bucket):
             if tensor.is_owner and (state := self.state(tensor)):
@@ -177,8 +179,8 @@ class Owned:
         return found
 
     def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, FlatSlice]]:
-        """Yield those of :meth:`leaves` that this rank saves, each with its state tensor flat, in memory order, too.
-        Works also while the masters' storage is closed."""
+        """Yield (tensor, path in the tensor's state, state tensor, the state tensor as a flat slice in memory order)
+        for each state tensor of the bucket that this rank saves. The bucket's storage need not be accessible."""
         flat_states = self._flat_states.get(bucket, {})
         for tensor, name, leaf in self.leaves(bucket):
             if tensor.is_owner:
@@ -195,7 +197,8 @@ class Owned:
         self.tensors, self._stepped, self._flat_states = {}, set(), {}
 
     def fill(self, bucket: Bucket, states: Mapping[Key, Mapping[str, Any]], dtype_of: DtypeOf) -> None:
-        """Load the state of a bucket's tensors from ``states``, which hold whole tensors in memory or in files."""
+        """Load the state of the bucket's tensors from ``states``, whose tensors are whole, in memory or in files.
+        ``dtype_of``: returns the dtype in which a state is kept; None: as in ``states``."""
         with opened(bucket.storage, changed=True) as master:
             for key in [(bucket, info.slot) for info in bucket.params]:
                 if key in states and key in self.tensors:
@@ -210,7 +213,7 @@ class Owned:
     # -- another plan of the bucket ---------------------------------------------------------------------------------
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the state of ``bucket``, whose storage is gone. Make or remove full parameters as its new plan needs."""
+        """Drop the state of ``bucket``, whose storage is gone. Make or remove full parameters as the new plan needs."""
         self._flat_states.pop(bucket, None)
         for info in bucket.params:
             if (tensor := self.tensors.get((bucket, info.slot))) is not None:
@@ -223,13 +226,13 @@ DtypeOf = Callable[[WholeTensor, str], torch.dtype | None]
 
 
 def _nothing(tensor: WholeTensor) -> Tensor:
-    """Make a tensor of the parameter's shape that takes the memory of one element."""
+    """Return a tensor of the parameter's shape that takes the memory of one element."""
     bucket = tensor.bucket
     return torch.zeros((), dtype=bucket.dtypes.master, device=bucket.comm.device).expand(tensor.info.shape)
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """Return a view of all elements [numel] in memory order; a copy if the elements have gaps or overlap."""
+    """Return a view of all elements [numel] in memory order; a copy if there are gaps between elements, or overlaps."""
     if strides_of(tensor) != tensor.stride():
         tensor = tensor.contiguous()
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -240,7 +243,7 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """Return what ranks send of ``value`` in a state: a :class:`Leaf` for a tensor of numel > 1, else a copy."""
+    """Return ``value`` of a state as ranks send it: a :class:`Leaf` for a tensor of numel > 1, else a copy."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()
@@ -253,8 +256,8 @@ def _is_alone(leaf: Tensor) -> bool:
 
 
 def _alone(before: Mapping[str, Tensor], is_first: bool, name: str, leaf: Tensor) -> Tensor:
-    """Return ``leaf`` if it has a host storage of its own, and ``is_first`` is false; else a host copy, in
-    ``before[name]`` if that fits."""
+    """Return ``leaf`` if its storage is on the host and has no other values, and ``is_first`` is False. Else return a
+    host copy, in the memory of ``before[name]`` if shape, strides and dtype are equal."""
     if _is_alone(leaf) and not is_first:
         return leaf
     at_rest = before.get(name)

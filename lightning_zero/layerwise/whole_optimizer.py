@@ -1,9 +1,9 @@
 """Step whole tensors with the user's optimizer, each on the rank that owns it.
 
 This is for optimizers that need all of a tensor (Muon, Adafactor, Shampoo, SOAP, LAMB), and for unknown classes. Every
-rank calls the class's own ``step`` once, on the tensors that it owns, in the parameters' shapes. Messages of adjacent
-units bring masters and gradients to the owners before, and new masters back after it. Replicated tensors are stepped in
-place::
+rank calls the class's own ``step`` once, on the tensors that it owns, in the parameters' shapes. Before the step,
+messages send the masters and gradients of adjacent units to the owners; after the step, others send new masters back.
+Replicated tensors are stepped in place::
 
     open 0, 1 | bring 0 | open 2 | bring 1 | bring 2 | step all | give back 0 | give back 1 | give back 2
 """
@@ -110,7 +110,7 @@ class WholeOptimizer(Stepper):
         self.owned.fill(bucket, states, lambda tensor, name: None)
 
     def state_dtype(self, tensor: WholeTensor, name: str) -> torch.dtype | None:
-        """Return the dtype in which the optimizer makes the state ``name``; None if the trial step made none."""
+        """Return the dtype in which the optimizer makes the state ``name``; None if a trial step made no such state."""
         return next((shape.dtype for shape in self._shapes(tensor) if shape.name == name), None)
 
     def _shapes(self, tensor: WholeTensor) -> Sequence[StateShape]:
@@ -123,7 +123,7 @@ class WholeOptimizer(Stepper):
         return next((shape.sizes(tensor.info.shape) for shape in self._shapes(tensor) if shape.name == name), None)
 
     def _try(self) -> None:
-        """Run trial steps of the optimizer. Raise ConfigError if masters are sharded and it cannot step them so."""
+        """Run trial steps. Raise ConfigError if masters are sharded and tensors cannot be stepped separately."""
         place_of = self._around.place_of
         self._is_of_torch = step_of(self.optimizer).__module__.startswith("torch.optim.")
         self.probed = probe(
@@ -152,7 +152,7 @@ class WholeOptimizer(Stepper):
         self._arranged = []
 
     def _check_probed(self) -> None:
-        """Raise ConfigError if the step of a tensor depends on other tensors, or if the trial has failed."""
+        """Raise ConfigError if a tensor's step depends on other tensors, or if a trial failed (unless ``unprobed``)."""
         kind, failed = type(self.optimizer).__qualname__, self.probed.failed
         if self.probed.couples:
             raise ConfigError(
@@ -242,13 +242,13 @@ class WholeOptimizer(Stepper):
         return step_peak(messages)
 
     def _is_copied(self, tensor: WholeTensor) -> bool:
-        """Return whether what rests off the device is copied to it for a step."""
+        """Return whether masters and state of ``tensor`` are stored off the device and copied to it for a step."""
         return self._comm.device.type != "cpu" and tensor.bucket.plan.storage_tier is not Tier.device
 
     # -- owners and messages ----------------------------------------------------------------------------------------
 
     def _follow_groups(self) -> None:
-        """If param groups have changed, choose owners of new and newly trainable parameters, and make new messages."""
+        """If param groups have changed, choose owners of new and newly trainable parameters, and form new messages."""
         wanted = [
             WholeTensor(place.bucket, place.info, -1, group, number)
             for group, places in enumerate(self.places())
@@ -326,7 +326,8 @@ class WholeOptimizer(Stepper):
         self._agree(effects, error)
 
     def _agree(self, effects: Effects, error: Exception | None) -> None:
-        """Raise on all ranks if the step failed on one. Else let all ranks have the same settings. Collective."""
+        """Raise an error on all ranks if the step failed on one rank. Else give all ranks the same settings and
+        attributes of the optimizer. ``error``: the error of this rank's step, or None. Collective."""
         if any(tensor.travels for tensor in self.owned.tensors.values()):
             what, digest = "the step of an optimizer", effects.digest
             own = torch.tensor([error is not None, digest, -digest], dtype=torch.int64)
@@ -351,11 +352,8 @@ Flat = tuple[Tensor, Tensor | None]  # values and gradient, or None
 
 
 class Message:
-    """Tensors that are sent at one time.
-
-    ``tensors`` includes tensors that other ranks own. ``used``: ids of the parameters that have a gradient. ``find``:
-    returns this rank's route of the tensors that travel.
-    """
+    """Sends ``tensors`` to their owners together, and back. ``tensors`` includes tensors that other ranks own.
+    ``used``: ids of the parameters that have a gradient. ``find``: returns this rank's route for tensors to send."""
 
     def __init__(
         self,
@@ -380,8 +378,7 @@ class Message:
             bucket.storage.begin_open()
 
     def bring(self) -> None:
-        """Send shards of masters and gradients to the owners, and give this rank's full parameters their values and
-        gradients. Collective."""
+        """Send shards of masters and gradients to the owners, and set this rank's full parameters. Collective."""
         for bucket in self.buckets:
             bucket.storage.open(to_write=True)
         came = {} if self._route is None else self._exchanged(self._route)
@@ -394,7 +391,8 @@ class Message:
                 self._owned.show(tensor, *self._in_place(tensor))
 
     def _exchanged(self, route: Route) -> dict[int, Flat]:
-        """Exchange shards for the whole tensors that this rank owns. Return values and gradient by id of the tensor."""
+        """Exchange shards by ``route``. Return flat values and gradient of each tensor that this rank owns, by the
+        tensor's ``id``."""
         data = torch.empty(sum(route.own_sizes), dtype=torch.uint8, device=self._comm.device)
         for piece, tensor in self._pieces(route.own):
             values, grad = self._shards(tensor)
@@ -430,7 +428,8 @@ class Message:
         return tensor.bucket.master, tensor.bucket.grad if self._has_grad(tensor) else None
 
     def _in_place(self, tensor: WholeTensor) -> Flat:
-        """Return values and gradient (or None) of a tensor that is whole here: views on a device, else copies."""
+        """Return values and gradient (or None) of a tensor whose masters are complete on this rank: views of masters
+        and gradients that are on the device, copies of others."""
         bucket, device = tensor.bucket, self._comm.device
         master, grad = self._shards(tensor)
         values = bucket.part_of(master, tensor.info).detach().to(device)
@@ -438,8 +437,8 @@ class Message:
 
     def give_back(self) -> Exception | None:
         """Send the stepped values of this rank's tensors back to the ranks of their shards, and write masters and state
-        to storages. Collective. If a write fails, return its error: other ranks wait for this rank, so it must not
-        raise now."""
+        to storages. Collective. Return the error if a write fails, None if all succeed: other ranks wait for this rank,
+        so this method must not raise."""
         for tensor in self.here:
             if not tensor.travels:
                 place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
@@ -489,7 +488,8 @@ def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def transfer_of(tensor: WholeTensor, buckets: Sequence[Bucket], with_grad: set[int]) -> Transfer:
-    """Describe the message of ``tensor`` to its owner. ``with_grad``: ids of parameters whose gradient is sent too."""
+    """Describe how ``tensor`` is sent to its owner. ``buckets``: the buckets of the message; the result has the index
+    of the tensor's bucket among them. ``with_grad``: ids of parameters whose gradient is sent too."""
     dtypes = tensor.bucket.dtypes
     grad = dtypes.grad.itemsize if id(tensor.info.param) in with_grad else 0
     return Transfer(buckets.index(tensor.bucket), tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)

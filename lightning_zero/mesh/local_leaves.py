@@ -1,9 +1,8 @@
-"""Give the engine plain parameters in place of DTensors, which its buckets cannot hold.
+"""Replace DTensor parameters by plain parameters, because the engine's buckets cannot hold DTensors.
 
-A parallel style of torch or transformers makes DTensors of a module's parameters. :func:`localize` puts a plain leaf
-with this rank's part in the place of each. For the time of the module's forward an attribute of the module, which
-hides the parameter of that name, is a DTensor over the leaf. So styles work unchanged, and gradients reach the leaves.
-"""
+A parallel style of torch or transformers makes DTensors of a module's parameters. :func:`localize` replaces each by a
+plain leaf with this rank's part. During the module's forward, an attribute of the module with the parameter's name is a
+DTensor over the leaf and hides the parameter. So styles work unchanged, and gradients reach the leaves."""
 
 from __future__ import annotations
 
@@ -36,13 +35,13 @@ class _Layout(NamedTuple):
 
 
 def split_of(tensor: Tensor) -> Split | None:
-    """Return how a parameter is split; None: every rank has all of it, as of any other tensor."""
+    """Return how the parameter ``tensor`` is split; None for other tensors, of which every rank has all elements."""
     found: Split | None = _SPLITS.get(tensor)
     return found
 
 
 def sizes_of(module: nn.Module) -> dict[str, int]:
-    """Return the number of ranks among which parameters of ``module`` are split, by setting."""
+    """Return the number of ranks among which parameters of ``module`` are split, by setting (``tensor_parallel``)."""
     return {split.by: split.parts for param in module.parameters() if (split := split_of(param)) is not None}
 
 
@@ -58,12 +57,11 @@ def localize(
     """Replace the DTensor parameters of ``module`` by plain leaves, in place.
 
     Args:
-        groups: the ranks among which parameters may be split, by the name of the mesh, a setting's.
+        groups: the ranks among which parameters may be split, by setting. Meshes have the settings' names.
         stays_local: returns for a module's name a function that tells before each forward whether that module computes
             with plain tensors, or None if it never does.
 
-    Raises ConfigError for a DTensor over another mesh than one of these ranks, and for unequal parts.
-    """
+    Raises ConfigError for a DTensor over a mesh that is not one of ``groups``, and for parts of unequal size."""
     made: dict[int, nn.Parameter] = {}
     for name, inner in module.named_modules():
         layouts: dict[str, _Layout] = {}

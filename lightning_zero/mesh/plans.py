@@ -1,4 +1,4 @@
-"""Split a module over the ranks that share a batch."""
+"""Split the parameters of a module among the ranks that share a batch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lightning_zero.settings import ConfigError, TensorStyle, ZeroConfig
 
 @functools.cache
 def device_mesh(device_type: str, size: int, name: str = "tensor_parallel") -> DeviceMesh:
-    """Return the mesh of all ranks, ``data_parallel`` x ``name``, where ``size`` adjacent ranks have different parts.
-    The first call is collective."""
+    """Return the mesh of all ranks with dimensions ``data_parallel`` and ``name``. ``size`` adjacent ranks form a group
+    along ``name``. The first call is collective."""
     names = ("data_parallel", name)
     return init_device_mesh(device_type, (dist.get_world_size() // size, size), mesh_dim_names=names)
 
@@ -39,13 +39,12 @@ def mesh_for(config: ZeroConfig, device: torch.device) -> DeviceMesh | None:
 
 
 def split_module(module: nn.Module, config: ZeroConfig, device: torch.device) -> None:
-    """Split ``module`` as ``zero.tensor_parallel`` and ``zero.expert_parallel`` say, in place. Its parameters become
-    plain leaves. Collective.
+    """Split ``module`` in place by the settings ``zero.tensor_parallel`` and ``zero.expert_parallel``. The module's
+    parameters become plain leaves. Collective.
 
-    The plan is what its DTensors say if there are any (made in ``configure_model``), else ``zero.tensor_plan``, else
-    the attribute ``tensor_plan`` of its modules, else those of its models of transformers. Raises ConfigError if there
-    is none, or if it does not fit the module.
-    """
+    The plan is given by the module's DTensors (made in ``configure_model``) if there are any, else by
+    ``zero.tensor_plan``, else by attributes ``tensor_plan`` of modules, else by the plans of transformers models in
+    ``module``. Raises ConfigError if there is no plan, or if the plan does not fit the module."""
     tensor, expert = config.tensor_parallel, config.expert_parallel
     sizes = {key: size for key, size in (("tensor_parallel", tensor), ("expert_parallel", expert)) if size > 1}
     if before := sizes_of(module):
@@ -96,7 +95,7 @@ def _own_plan(module: nn.Module) -> dict[str, TensorStyle]:
 
 
 class _SummedGradients(ParallelStyle):
-    """Sums the gradients of parameters that every rank has whole, but uses for its own heads or features only."""
+    """Sums over the ranks the gradients of replicated parameters that each rank uses only for its heads or features."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for key, param in list(module.named_parameters(recurse=False)):
@@ -150,8 +149,8 @@ def _count(module: nn.Module) -> int:
 
 
 def _by_transformers(module: nn.Module, mesh: DeviceMesh, experts: DeviceMesh, asked: str) -> dict[str, StaysLocal]:
-    """Split the models of transformers in ``module``. Return, by name, which of their modules compute with plain
-    tensors."""
+    """Split the transformers models in ``module``. Return, by module name, functions that tell whether the module of
+    this name computes with plain tensors."""
     models = {name: inner for name, inner in module.named_modules() if hasattr(type(inner), "_resolve_parallel_plans")}
     outer = tuple(f"{name}." for name in models if name)  # a model inside of another is split with it
     models = {name: m for name, m in models.items() if not (name.startswith(outer) or (name and "" in models))}
@@ -214,7 +213,7 @@ def _check_heads(model: Any, parts: int) -> None:
 
 
 def _untie(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places (module, name) of each parameter that has several, which get one of their own each."""
+    """Separate tied parameters, which still share memory. Return the places (module, name) of each tied parameter."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for inner in module.modules():
         for key, param in inner._parameters.items():
@@ -230,7 +229,7 @@ def _untie(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Tie parameters that a plan has split one by one. Raise ConfigError if it splits them differently."""
+    """Tie the parameters in ``ties`` again, after :func:`_untie`. Raise ConfigError if they are split differently."""
     for (first, name), *others in ties:
         param = first._parameters[name]
         for inner, key in others:

@@ -1,11 +1,10 @@
-"""Which part of a tensor a rank has if tensor or expert parallelism splits the tensor along one dimension.
+"""Describe which part of a tensor a rank has if tensor or expert parallelism splits the tensor along one dimension.
 
-A part is one run of indices, or several where a tensor joins several matrices (``gate`` and ``up``)::
+A part has one run of indices, or several runs if the tensor joins several matrices (``gate`` and ``up``)::
 
     whole  [8, 4]  g g g g u u u u        part 0 of 2: rows 0 1 4 5, runs (0, 2) and (4, 2)
 
-Both whole and part are row-major in memory.
-"""
+Both whole and part are row-major in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements that are adjacent in the flattened part and in the flattened whole tensor."""
+    """A range of elements that is contiguous both in the flattened part and in the flattened whole tensor."""
 
     start: int  # in the part
     whole_start: int
@@ -35,9 +34,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Describes how a tensor of ``shape`` is split along ``dim``. ``runs``: those of each part. ``part``: this rank's.
-    ``by``: the setting that splits it. Parts and whole tensors of optimizer state have the shapes of their
-    parameter."""
+    """Describes how a tensor of ``shape`` is split along ``dim``. ``runs``: the runs of indices of each part. ``part``:
+    the number of this rank's part. ``by``: the setting that causes the split. Optimizer state with the shape of the
+    parameter is split in the same way."""
 
     shape: tuple[int, ...]
     dim: int
@@ -70,8 +69,8 @@ class Split:
                 at += run.size * self._inner
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-        """Yield elements ``[start, stop)`` of this rank's flattened part as boxes of the whole tensor, each with its
-        first element in the part. ``Box.start`` is the first element in the whole tensor."""
+        """Yield (box, index of its first element in this rank's flattened part) for boxes of the whole tensor that
+        together have elements ``[start, stop)`` of the part. ``Box.start`` counts in the flattened whole tensor."""
         shape = self.shape_of(self.part)
         if len(self.runs[self.part]) == 1:  # a box of the part is a box of the whole tensor
             first = self.runs[self.part][0].first
@@ -95,8 +94,8 @@ class Split:
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
     def read(self, read: Callable[[int, int], Tensor], start: int, stop: int) -> Tensor:
-        """Return elements ``[start, stop)`` of this rank's flattened part, where ``read(start, stop)`` returns elements
-        of the flattened whole tensor."""
+        """Return elements ``[start, stop)`` of this rank's flattened part. ``read(start, stop)`` is called for ranges
+        of the flattened whole tensor and returns their elements."""
         pieces = list(self.pieces(start, stop))
         if not pieces:
             return read(0, 0)
@@ -108,7 +107,8 @@ class Split:
         return torch.cat([found[p.whole_start - first :][: p.numel] for p in pieces])
 
     def positions(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Return the place in the flattened whole tensor, ``[stop - start] int64``, of each element of the part."""
+        """Return the indices in the flattened whole tensor, ``[stop - start] int64``, of elements ``[start, stop)`` of
+        this rank's flattened part."""
         runs = self.runs[self.part]
         indices = torch.cat([torch.arange(run.first, run.first + run.size, device=device) for run in runs])
         row = len(indices) * self._inner
@@ -117,7 +117,7 @@ class Split:
         return (outer * self.shape[self.dim] + indices[rest // self._inner]) * self._inner + rest % self._inner
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole tensor of which ``parts`` are all parts, in order."""
+        """Return the whole tensor, joined from ``parts``, the parts of all ranks in order."""
         whole = parts[0].new_empty(self.shape)
         for runs, part in zip(self.runs, parts, strict=True):
             for run, values in zip(runs, part.split([run.size for run in runs], self.dim), strict=True):

@@ -59,7 +59,8 @@ class LanguageModel(LightningModule):
         )
 
     def split_sequence(self, batch: Tensor, part: SequencePart) -> Tensor:
-        """Return this rank's part of the tokens, and the target of the last one, under ``zero.sequence_parallel``."""
+        """Return this rank's part of ``batch`` under ``zero.sequence_parallel``, with one more token, the last
+        target."""
         return part.of(batch, overlap=1)
 
     def _bits_per_byte(self, nats: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def warmup_cosine(warmup_steps: int, total_steps: float, min_ratio: float) -> Callable[[int], float]:
-    """Return a function from step to a factor of the learning rate. In endless training it stays 1 after warmup."""
+    """Return a function from step to learning-rate factor. In endless training the factor stays 1 after warmup."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -1,14 +1,13 @@
 """Step a run (a flat slice of masters) in pieces, if the step must compute in a wider dtype than masters or gradients.
 
-It must if gradients have fewer bits than masters, or if bf16 masters are rounded stochastically. Wide copies of a piece
-stay in the cache and take little memory. Pieces are multiples of 256 elements, for which torch's element-wise
+A wider dtype is needed if gradients and masters differ in dtype, or if bf16 masters are rounded stochastically. Wide
+copies of a piece fit in the cache. Pieces are multiples of 256 elements, for which torch's element-wise
 optimizers give the same numbers as for the whole run.
 
 Stochastic rounding: bf16 has 8 bits of mantissa, so rounding to nearest loses a change below 1/512 of a weight. Instead
 a value is rounded up with a probability equal to the fraction that is cut off, which is right on average (Gupta et al.
 2015, arXiv:1502.02551; for bf16 Zamirai et al. 2020, arXiv:2010.06192). The random numbers are a hash of element and
-step, so they are the same at every stage, tier and number of ranks.
-"""
+step, so they are the same at every stage, tier and number of ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # multipliers of a 32-bit integer
 def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:
     """Round fp32 ``values`` [n] to bf16: up with a probability equal to the fraction that is cut off, else down.
 
-    Random numbers depend only on ``salt`` and each value's index; ``first`` is the index of the first value.
-    """
+    Random numbers depend only on ``salt`` and each value's index; ``first`` is the index of the first value."""
     noise = torch.arange(first, first + values.numel(), dtype=torch.int64, device=values.device).to(torch.int32)
     noise ^= salt - (1 << 32) if salt >= 1 << 31 else salt  # as int32
     for shift, multiplier in ((16, _M1), (15, _M2)):
@@ -45,7 +43,7 @@ def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:
 
 
 def salt_of(*parts: object) -> int:
-    """Hash ``parts`` to a number that is the same in every process."""
+    """Return a 32-bit hash of ``parts`` that is the same in every process."""
     # Not ``hash()``, which differs between processes: ranks and reruns would round differently.
     salt = 0x9E3779B9
     for byte in "/".join(map(str, parts)).encode():
@@ -54,7 +52,7 @@ def salt_of(*parts: object) -> int:
 
 
 def dtype_of_step(run: Tensor, grad: Tensor, *, rounds: bool) -> torch.dtype:
-    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: whether it rounds stochastically."""
+    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: masters are rounded stochastically."""
     same = grad.dtype == run.dtype and not rounds
     return run.dtype if same else torch.promote_types(run.dtype, torch.float32)
 

@@ -40,13 +40,13 @@ def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
 
 
 def without_hooks(step: Any) -> Any:
-    """Return a class's plain ``step``, without the wrapper in which torch runs hooks before and after it."""
+    """Return the function ``step`` without the wrapper in which torch runs hooks before and after a step."""
     return step.__wrapped__ if getattr(step, "hooked", False) is True else step  # a mock has any attribute
 
 
 @contextlib.contextmanager
 def hooks_set_aside(optimizer: Optimizer) -> Iterator[None]:
-    """Run no step hooks of users in the body, neither those of ``optimizer`` nor torch's global ones."""
+    """Disable the step hooks of ``optimizer`` and torch's global step hooks while the body runs."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     tables: tuple[dict[int, Any], ...] = *own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     kept = [dict(table) for table in tables]
@@ -60,14 +60,14 @@ def hooks_set_aside(optimizer: Optimizer) -> Iterator[None]:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` is of an element-wise class of torch and has the step of that class."""
+    """Return whether ``optimizer`` is one of torch's element-wise optimizers (Adam, SGD, ...) with torch's own step."""
     base, kind = base_of(optimizer), type(optimizer)
     names = ("step", "_init_group")  # torch's steps read gradients and state by the second
     return base is not None and all(without_hooks(getattr(kind, n)) is without_hooks(getattr(base, n)) for n in names)
 
 
 def is_per_tensor(optimizer: Optimizer, name: str) -> bool:
-    """Return whether ``optimizer`` keeps the state ``name`` once per tensor, whatever its shape."""
+    """Return whether ``optimizer`` keeps one value of the state ``name`` per tensor, not one per element."""
     return name == "step" or name in PER_TENSOR.get(base_of(optimizer), ())
 
 
@@ -77,11 +77,9 @@ def is_elementwise(optimizer: Optimizer, name: str, value: Any, tensor: Tensor) 
 
 
 def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-    """Make the state of ``tensors`` that torch's step expects and does not make itself.
-
-    Adagrad makes state only in its constructor (torch 2.11). Fused SGD cannot mix tensors with and without a momentum
-    buffer, so tensors without one get zeros.
-    """
+    """Create the state of ``tensors`` that torch's step expects and does not create itself. Adagrad creates state only
+    in its constructor (torch 2.11). Fused SGD cannot mix tensors with and without a momentum buffer, so tensors without
+    a buffer get one of zeros. ``group``: the param group of ``tensors``."""
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
         for tensor in tensors:
             if optimizer.state[tensor].get("momentum_buffer") is None:
@@ -98,7 +96,7 @@ def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequenc
 
 
 def shadow_of(optimizer: Optimizer) -> Optimizer:
-    """Copy ``optimizer``. The copy shares its state, has copies of its hyperparameters, and no parameters or hooks."""
+    """Return a copy of ``optimizer`` with the same state object, copied hyperparameters, and no parameters or hooks."""
     shadow: Optimizer = object.__new__(base_of(optimizer) or type(optimizer))
     shadow.__dict__.update({k: v for k, v in optimizer.__dict__.items() if not callable(v)})
     shadow.param_groups = [
@@ -108,22 +106,22 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
 
 
 def _copied(value: Any) -> Any:
-    """Copy a hyperparameter that can be changed in place: a tensor, a list, also in a tuple (``betas``)."""
+    """Return a copy of a hyperparameter: lists, tuples (``betas``) and tensors, also in these, are copied."""
     if isinstance(value, Tensor):
         return value.clone()
     return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
-    """Step ``optimizer`` on its small parameter ``probe``. Return how many element-wise states the step makes."""
+    """Step ``optimizer``, whose only parameter is ``probe``. Return how many element-wise states ``probe`` then has."""
     probe.grad = torch.ones_like(probe)
     without_hooks(type(optimizer).step)(optimizer)
     return sum(is_elementwise(optimizer, name, value, probe) for name, value in optimizer.state[probe].items())
 
 
 def count_states(optimizer: Optimizer) -> int:
-    """Step a small parameter with a copy of ``optimizer``, and return how many element-wise states it has then. For an
-    unknown class, return 0."""
+    """Step a small parameter with a copy of ``optimizer``, and return how many element-wise states the parameter then
+    has: the most over param groups. Return 0 for a class that is not one of torch's element-wise ones."""
     if base_of(optimizer) is None:
         return 0
     counts = [0]

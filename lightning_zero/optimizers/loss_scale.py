@@ -1,8 +1,7 @@
 """Scale the loss dynamically for fp16, with the arithmetic of ``torch.amp.GradScaler``.
 
 Gradients are divided by the scale in fp32 as they leave autograd, so messages and gradient buffers are unscaled. All
-ranks skip a step if any rank has a gradient that is not finite.
-"""
+ranks skip a step if any rank has a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class LossScaler(GradScaler):
         return self.get_scale()
 
     def update(self, *, overflowed: bool) -> None:  # type: ignore[override]
-        """Adapt the scale after a step, or after a step was skipped because of an overflow."""
+        """Adapt the scale after a step, or after a step was skipped because of an overflow (``overflowed``)."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
         factors = self._growth_factor, self._backoff_factor, self._growth_interval

@@ -1,8 +1,8 @@
 """Optimizer state in bf16 (``zero.optimizer.state_dtype``), and steps that write it.
 
-**Steps.** Piece by piece, a step copies the state to fp32 in :class:`PieceMemory`, lets torch's optimizer step it, and
-rounds it back. Each thread steps pieces with one-threaded kernels: with all threads, a step's fifty short kernels would
-wait for the slowest ones.
+**Steps.** For each piece of a run, a step copies the state to fp32 buffers in :class:`PieceMemory`, calls torch's
+optimizer, and rounds the new state to bf16. Each thread steps pieces of its own with kernels of one thread: if kernels
+used all threads, each of a step's fifty short kernels would wait for the slowest thread.
 
 **Rounding.** With beta2 = 0.999 a step changes a second moment by a thousandth, less than half a unit in the last place
 of bf16, and rounding to nearest would lose it. So a step rounds up with the probability of the fraction that is cut
@@ -11,8 +11,7 @@ off. Random bits depend only on the parameter's name, the element's index in it,
     parameter | span 0, of 2^18 elements | span 1       | ...
     table     |      ....[  span 1  ].......[  span 0  ].....|    a hash places each span in one table of bits
 
-Hashing each element would take longer than the step.
-"""
+Hashing each element would take longer than the step."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ class Stretch(NamedTuple):
 
 
 def narrow(values: Tensor, part: Tensor, noise: Sequence[Stretch]) -> None:
-    """Round fp32 ``values`` [n] into ``part`` [n] bf16, up by chance, with the random bits ``noise``. Elements in no
-    Stretch are cut off. Overwrites ``values``."""
+    """Round fp32 ``values`` [n] stochastically, by the random bits ``noise``, and write the result to ``part`` [n]
+    bf16. Elements in no Stretch are truncated. Overwrites ``values``."""
     # Noise could carry a NaN's bits into its sign. On a CPU it is faster to look for NaN first.
     if values.device.type != "cpu" or values.amax().isnan():
         values.masked_fill_(values.isnan(), torch.nan)
@@ -68,8 +67,9 @@ the run."""
 
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
-    """Return random bits to round the state of elements ``[low, high)`` of a run in step ``step``. Padding gets none.
-    ``places``: the run's fragments of parameters. ``number``: the state's index among the optimizer's states."""
+    """Return the random bits that round the state of elements ``[low, high)`` of a run in step ``step``; padding has
+    none. Positions in the result count from ``low``. ``places``: the run's fragments of parameters. ``number``: index
+    of the state among the optimizer's states."""
     table, found = _table(device), []
     first = bisect_right(places, low, key=lambda place: place[0].start + place[0].numel)
     for fragment, name in places[first:]:
@@ -93,7 +93,7 @@ def _table(device: torch.device) -> Tensor:
 
 
 def _mixed(value: Any) -> Any:
-    """Hash an int, or each element of an int64 tensor, to 32 bits."""
+    """Return the 32-bit hash of an int, or of each element of an int64 tensor."""
     for shift, multiplier in _MIX:
         value = ((value ^ (value >> shift)) * multiplier) & 0xFFFFFFFF
     return value
@@ -155,13 +155,13 @@ _MAKES = threading.Lock()
 
 
 def narrow_states(optimizer: Optimizer, state: StateDtype) -> tuple[str, ...]:
-    """Return the names of ``optimizer``'s states that rest in bf16; () if states stay as torch makes them."""
+    """Return the names of the states of ``optimizer`` that are stored in bf16 under setting ``state``; () if none."""
     base = base_of(optimizer)
     return () if state is StateDtype.fp32 or base is None else STATES[base]
 
 
 class _Memory:
-    """Buffers in which one thread steps a piece of a run: at most ``numel`` elements. The memory plan counts them."""
+    """Buffers in which one thread steps pieces of runs, of at most ``numel`` elements. The memory plan counts them."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
@@ -174,7 +174,8 @@ class _Memory:
 
 
 class PieceMemory:
-    """Keeps the buffers in which threads step pieces of runs, for all optimizers. New ones would cost page faults."""
+    """Keeps the buffers in which threads step pieces of runs, for all optimizers, because allocating buffers in each
+    step would cost page faults."""
 
     def __init__(self) -> None:
         self._held: list[_Memory] = []
@@ -193,12 +194,10 @@ class PieceMemory:
 
 @dataclass(frozen=True)
 class NarrowStep:
-    """One optimizer step of ``run`` [n], a slice of the masters, with ``grad`` [n]. ``names``: those of ``state`` that
-    are in bf16. ``step``: the number of the step, from 1.
-
+    """One optimizer step of ``run`` [n], a slice of the masters, with ``grad`` [n]. ``names``: the keys of ``state``
+    whose tensors are in bf16. ``places``: the run's fragments of parameters. ``step``: number of the step, from 1.
     ``factor``: a 0-d tensor, by which copies of the gradients are multiplied, not ``grad`` itself; None: no factor.
-    ``rounding``: (index of the run's first element, salt), to round bf16 masters stochastically; None: to nearest.
-    """
+    ``rounding``: (index of the run's first element, salt), to round bf16 masters stochastically; None: to nearest."""
 
     run: Tensor
     grad: Tensor

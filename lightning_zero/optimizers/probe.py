@@ -7,8 +7,7 @@ because a class may treat some sizes differently.
 
 :func:`check_declared`: tensors are stepped whole, and in slices as on two ranks: small tensors, then some of the
 model's shapes. Results must agree within a tolerance, because vectorised kernels round the last elements of a tensor
-differently.
-"""
+differently."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ SLICES, RANKS = 3, 2  # not divisible: each rank's list is shorter than that of 
 
 
 class Probed(NamedTuple):
-    """What the trial of an optimizer has shown."""
+    """The result of :func:`probe`: how the tried optimizer behaves, and what state it keeps."""
 
     couples: bool = False  # the step of a tensor depends on the other tensors in the same call
     steps_all: bool = True  # a step may change tensors without a gradient, or their state
@@ -41,11 +40,9 @@ class Probed(NamedTuple):
 
 
 def probe(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device, *, true_shapes: bool = True) -> Probed:
-    """Try ``optimizer`` by stepping copies of it. Sends no message. The optimizer and random states do not change.
-
-    ``true_shapes``: also step tensors of the model's shapes. Raises ConfigError if the optimizer's step sends messages
-    or calls its closure itself.
-    """
+    """Step copies of ``optimizer`` and return what the steps have shown. Not collective. The optimizer and random
+    states do not change. ``dtype_of``: returns the dtype of a parameter's master. ``true_shapes``: also step tensors of
+    the model's shapes. Raises ConfigError if a step runs collectives or calls its closure itself."""
     if device.type == "meta":  # without values nothing can be compared
         device = torch.device("cpu")
     with trying(type(optimizer).__qualname__, device):
@@ -89,9 +86,8 @@ def _probe_small(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device) 
 
 def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
     """Raise ConfigError if ``optimizer`` does not step each element by itself, or if its step calls its closure.
-
-    An optimizer is accepted untried if its step fails or draws random numbers, or if its constructor made state.
-    """
+    ``cut``: returns the lengths of the slices of a parameter. Some optimizers cannot be tried and are accepted: those
+    whose step fails or draws random numbers, or whose constructor made state."""
     if optimizer.state or device.type == "meta":
         return
 

@@ -1,7 +1,6 @@
 """Refuse optimizers whose class or settings cannot work, before any trial step.
 
-The main job checks before any process starts (``app/parts.py``). Ranks check the optimizers that the module makes.
-"""
+The main job checks before any process starts (``app/parts.py``). Ranks check the optimizers that the module makes."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
 
 
 def _refuse_own_low_bits(optimizer: Optimizer) -> None:
-    """Raise ConfigError for torchao's and bitsandbytes' low-bit classes: their bits depend on the size of tensors."""
+    """Raise ConfigError for low-bit classes of torchao and bitsandbytes, whose step depends on the size of tensors."""
     kind = type(optimizer)
     origins = {base.__module__.partition(".")[0] for base in kind.__mro__}
     low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))
@@ -99,7 +98,8 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> No
 
 
 def check_narrow_groups(optimizer: Optimizer, state: StateDtype, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if param ``groups``, also those of a checkpoint, ask for state that ``state`` cannot store."""
+    """Raise ConfigError if param ``groups`` of ``optimizer`` (also from a checkpoint) need state that cannot be stored
+    in the dtype ``state``, or no state at all."""
     asked, base = f"{_KEY}={state.name}", base_of(optimizer)
     for group in groups:
         if base is torch.optim.SGD and not group["momentum"]:
@@ -128,7 +128,8 @@ def _refuse_own_step(optimizer: Optimizer) -> None:
 
 
 def refuse_unequal(table: Sequence[Sequence[Sequence[Mapping[str, object]]]]) -> NoReturn:
-    """Raise ConfigError for the settings of param groups, of each optimizer of each rank, that differ between ranks."""
+    """Raise ConfigError that names the first setting in ``table[rank][optimizer][param group]`` that differs from
+    rank 0's or, if none does, says that ranks differ in the number of param groups."""
     for rank, found in enumerate(table):
         for number, (first, other) in enumerate(zip(table[0], found, strict=False)):
             for group, (mine, others) in enumerate(zip(first, other, strict=False)):

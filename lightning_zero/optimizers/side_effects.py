@@ -1,9 +1,8 @@
 """What a step changes besides tensors: settings of param groups (``group["step"] += 1``) and plain attributes of the
 optimizer (``self.steps += 1``).
 
-Each rank calls ``step`` once, with its own tensors. A class may count only in groups that list tensors, so a rank
-without tensors of a group takes over what others have noted.
-"""
+Each rank calls ``step`` once, with its own tensors. A class may change only groups that have tensors, so a rank without
+tensors of a group copies the changed settings from another rank."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ _OF_TORCH = ("state", "param_groups", "defaults", *HOOKS)
 
 @contextlib.contextmanager
 def listed(optimizer: Optimizer, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[None]:
-    """In the body, param groups list other tensors. ``lists``: for each group, (index in the group, tensor) of each."""
+    """While the body runs, let each param group of ``optimizer`` have other tensors. ``lists``: for each group, pairs
+    of the index of a parameter in the group and the tensor that replaces it. Parameters not listed are left out."""
     # In the same list objects, to which an optimizer may refer.
     kept = [(group, group["params"], list(group["params"]), group.get(_NAMES)) for group in optimizer.param_groups]
     try:
@@ -63,7 +63,7 @@ class Effects(NamedTuple):
 
 
 class Watch:
-    """Notes settings and attributes before a step."""
+    """Records, before a step, the param groups' settings and the plain attributes of ``optimizer``."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -71,14 +71,15 @@ class Watch:
         self._own = _noted(_attributes(optimizer))
 
     def effects(self, stepped: Sequence[bool]) -> Effects:
-        """Return what has changed since. ``stepped``: for each param group, whether the step got tensors of it."""
+        """Return what has changed since this object was made. ``stepped``: whether the step got tensors, by group."""
         pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
         groups = [_changed(group, before) for group, before in pairs]
         return Effects(groups, list(stepped), _changed(_attributes(self._optimizer), self._own))
 
 
 def take_over(optimizer: Optimizer, effects: Sequence[Effects]) -> None:
-    """Write the settings and attributes that a step changed into ``optimizer``. ``effects``: one for each rank."""
+    """Write the settings and attributes that a step has changed into ``optimizer``. ``effects``: those of each rank; a
+    group's settings are taken from the first rank that has stepped tensors of the group."""
     for number, group in enumerate(optimizer.param_groups):
         _set(group, next((e for e in effects if e.stepped[number]), effects[0]).groups[number])
     _set(optimizer.__dict__, next((e for e in effects if any(e.stepped)), effects[0]).own)
@@ -142,7 +143,8 @@ def _set(values: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _refill(held: Any, value: Any) -> bool:
-    """Replace the items of the container ``held`` by those of ``value``, in place. Return False if that cannot be."""
+    """Replace the items of the container ``held`` by the items of ``value``, in place. Return False, and change
+    nothing, unless both are containers of the same type."""
     if type(held) is not type(value) or not isinstance(held, (list, deque, dict, set)):
         return False
     value = copy.deepcopy(value)

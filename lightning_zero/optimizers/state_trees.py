@@ -47,7 +47,8 @@ def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """Copy ``value``, a parameter's state: copy mappings and lists, replace other values by ``change(path, value)``."""
+    """Return ``value``, a parameter's state, with mappings and lists copied and each other value replaced by
+    ``change(path, value)``. ``name``: the path of ``value``."""
 
     def inside(key: Any, item: Any) -> Any:
         return map_tree(item, change, f"{name}/{key}" if name else str(key))
@@ -67,7 +68,7 @@ def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> A
 
 
 def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
-    """Copy ``value``, a parameter's state, but replace tensors of :func:`leaves_of` by ``change(path, tensor)``."""
+    """Do as :func:`map_tree`, but replace only tensors of more than one element, by ``change(path, tensor)``."""
     return map_tree(
         value, lambda name, leaf: change(name, leaf) if isinstance(leaf, Tensor) and leaf.numel() > 1 else leaf
     )
@@ -75,7 +76,7 @@ def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Stands for a tensor of optimizer state in messages between ranks. ``name``: its path in :func:`leaves_of`."""
+    """Describes a tensor of optimizer state in messages between ranks. ``name``: the tensor's path in the state."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,20 +89,20 @@ class Leaf:
 
 
 def with_leaves(entry: Any, value_of: Callable[[Leaf], Any]) -> Any:
-    """Copy ``entry``, a parameter's state, but replace each :class:`Leaf` by ``value_of(leaf)``."""
+    """Return a copy of ``entry``, a parameter's state, with each :class:`Leaf` replaced by ``value_of(leaf)``."""
     # Copy deep: an optimizer would raise a step count that parameters share once for each parameter.
     return map_tree(entry, lambda _, value: value_of(value) if isinstance(value, Leaf) else copy.deepcopy(value))
 
 
 def leaves_in(entry: Any) -> list[Leaf]:
-    """List the :class:`Leaf` objects in ``entry``, a parameter's state. Their order is the same on all ranks."""
+    """Return the :class:`Leaf` objects in ``entry``, a parameter's state, in an order that is the same on all ranks."""
     found: list[Leaf] = []
     map_tree(entry, lambda _, value: found.append(value) if isinstance(value, Leaf) else None)
     return found
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two nested values are equal, tensors to the bit. What cannot be compared counts as equal."""
+    """Return whether two nested values are equal, tensors to the bit. Values that cannot be compared count as equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         alike = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
         return alike and same_bits(one.flatten(), other.flatten())

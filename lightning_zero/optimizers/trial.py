@@ -52,7 +52,8 @@ def calls_its_closure(optimizer: Optimizer) -> ConfigError:
 
 
 def refuse_wrapped_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
-    """Raise ConfigError if tensors of state wrap others (torchao), which tiers and checkpoints do not reach."""
+    """Raise ConfigError if the state of ``tensors`` has tensor subclasses that wrap other tensors (as torchao's do),
+    which tiers and checkpoints cannot store."""
     for tensor in tensors:
         for name, leaf in leaves_of(optimizer.state.get(tensor, {})):
             if is_traceable_wrapper_subclass(leaf):
@@ -66,7 +67,8 @@ def refuse_wrapped_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> Non
 
 @contextlib.contextmanager
 def trying(name: str, device: torch.device) -> Iterator[None]:
-    """Raise ConfigError in the body if a step of class ``name`` sends messages. At the end restore random states."""
+    """While the body runs, raise ConfigError, which names the optimizer class ``name``, at each collective. When the
+    body ends, restore the states of random generators."""
     accelerators = [] if device.type == "cpu" else [device.index or 0]
     before = random.getstate()
     of_numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
@@ -85,7 +87,7 @@ def trying(name: str, device: torch.device) -> Iterator[None]:
 
 
 class _NoMessages(TorchDispatchMode):
-    """Raises ConfigError at a collective: in training, ranks step different tensors, so collectives would not match."""
+    """Raises ConfigError when a collective is called: ranks step different tensors, so collectives would not match."""
 
     def __init__(self, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,7 +108,7 @@ class _NoMessages(TorchDispatchMode):
 
 
 class _Small(NamedTuple):
-    """A random tensor that a trial steps in the place of all parameters in ``alike``."""
+    """A random tensor that a trial steps instead of the parameters ``alike``."""
 
     group: int
     place: int  # index in its param group
@@ -115,7 +117,7 @@ class _Small(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Describes a parameter. Tensors of a trial stand for all parameters that agree in these fields."""
+    """What distinguishes parameters in a trial, which steps the same tensors for all parameters with equal fields."""
 
     group: int
     shape: tuple[int, ...]  # made up unless true shapes are tried
@@ -126,13 +128,12 @@ class _Kind(NamedTuple):
 class Trial:
     """A copy of an optimizer, which steps random tensors instead of the model's parameters.
 
-    ``untried``: shapes of parameters that are too large to try.
-
     Args:
+        dtype_of: returns the dtype of a parameter's master.
         cut: into which flat slices a parameter's tensor is cut; None: do not cut.
         most_true: try tensors of the parameters' own shapes, with at most this number of elements in all. Small tensors
-            replace shapes that are too large. A shape that a param group has twice is tried twice. 0: only small ones.
-    """
+            replace shapes that are too large (``untried``). A shape that a param group has twice is tried twice. 0: try
+            small tensors only."""
 
     def __init__(
         self,
@@ -213,7 +214,8 @@ class Trial:
                 step_of(self.optimizer)(self.optimizer)
 
     def run_apart(self) -> None:
-        """Step as ranks do: each part of the tensors by a copy of the optimizer, one by a copy without tensors."""
+        """Step as ranks do: each part of the tensors with its own copy of the optimizer, and one more copy without
+        tensors. Then ``self.optimizer`` is a copy with the state of all tensors."""
         parts = [*filter(None, self._parts()), []]
         copies = [self._only(part) for part in parts]
         stepped = [[any(s.group == n for s in part) for n in range(len(copies[0].param_groups))] for part in parts]
@@ -234,7 +236,7 @@ class Trial:
             self.optimizer.state.update(made.state)
 
     def _only(self, part: Sequence[_Small]) -> Optimizer:
-        """Copy the optimizer, with param groups that list the tensors of ``part`` alone."""
+        """Return a copy of the optimizer whose param groups have only the tensors of ``part``."""
         made, own = self._copy(self._original), {id(small.tensor) for small in part}
         for group in made.param_groups:
             kept = [place for place, tensor in enumerate(group["params"]) if id(tensor) in own]
@@ -259,8 +261,8 @@ class Trial:
         return [torch.cat([tensor.detach().flatten() for tensor in slices]) for slices in self._slices]
 
     def _parts(self) -> Sequence[Sequence[_Small]]:
-        """Divide the trial's tensors among copies of the optimizer. If the parameters' own shapes are tried, each
-        tensor has its own copy. Otherwise there are three copies, some with empty param groups."""
+        """Return the trial's tensors in parts, one for each copy of the optimizer: one tensor each if the parameters'
+        own shapes are tried, else three parts such that some param groups are empty in a copy."""
         if self._true:
             return [[small] for small in self._small]
         even = self._small[::2]
@@ -316,14 +318,15 @@ def _made_up(dims: int) -> tuple[int, ...]:
 
 
 def _small(dims: int) -> list[tuple[int, ...]]:
-    """Return three small shapes. Two are equal, because some optimizers step tensors of equal shapes as a batch."""
+    """Return three small shapes of ``dims`` dimensions, two of which are equal, because some optimizers step tensors of
+    equal shapes as a batch."""
     sides = _made_up(dims)
     return [sides, sides, sides[::-1] if dims > 1 else tuple(2 * n for n in sides)]
 
 
 def _true(kinds: Mapping[_Kind, Sequence[nn.Parameter]], left: int) -> dict[_Kind, list[tuple[int, ...]]]:
-    """Choose parameters' shapes with at most ``left`` elements in all, and return them by kind. Take each shape once,
-    then each again, smallest first."""
+    """Return, by kind, the shapes of at most two parameters to try, with at most ``left`` elements in all. New shapes
+    are chosen before repeated ones, and small shapes before large ones."""
     seen: Counter[tuple[int, ...]] = Counter()
     wanted: list[tuple[int, int, _Kind]] = []
     for kind in (kind for kind, alike in kinds.items() for _ in alike[:2]):
@@ -364,7 +367,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _noted(holder: Any, seen: set[int], depth: int = 0) -> dict[str, Any]:
-    """Collect plain values and tensors in an object's attributes, and in objects inside these, to compare trials."""
+    """Return the plain values and tensors in the attributes of ``holder``, nested as there, to compare two trials.
+    ``seen``: ids of objects that are not visited again. ``depth``: at how many levels of nesting ``holder`` is."""
     seen.add(id(holder))
     skipped = ("state", "param_groups", "defaults") if isinstance(holder, Optimizer) else ()
     return {name: _plain_of(v, seen, depth) for name, v in vars(holder).items() if name not in skipped}
@@ -386,7 +390,8 @@ def _plain_of(value: Any, seen: set[int], depth: int) -> Any:
 
 
 def _shrunk(value: Any, param: nn.Parameter, small: nn.Parameter) -> Any:
-    """Return a state for ``small``, shaped like the state ``value`` of ``param`` and filled with its first value."""
+    """Return a state for ``small`` with the layout of ``value``, a state of ``param``. Its tensors are filled with the
+    first element of the corresponding tensors of ``value``."""
     if isinstance(value, Tensor) and value.numel() > 1:
         side_of = dict(zip(reversed(param.shape), reversed(small.shape), strict=True))
         shape = small.shape if value.shape == param.shape else [side_of.get(n, n) for n in value.shape]

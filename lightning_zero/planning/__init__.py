@@ -12,7 +12,8 @@
     schedule      the order of gathers, and prefetching
     owners        which rank steps which tensor whole, and the messages for that
     tensor_states optimizer state of tensors that are stepped whole
-    memory        bytes by role, tier and phase; activations adds those of activations
+    memory        bytes by role, tier and phase, without activations
+    activations   peak bytes with activations
     speed         the least and the expected time of a step, and bytes sent
     peaks         peak FLOP/s of GPUs
     fit           whether a plan fits a machine

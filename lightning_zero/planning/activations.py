@@ -1,11 +1,12 @@
 """Add activations to the peak bytes of a step.
 
-Roles peak at different moments: activations at the end of the forward, reduced gradients near the end of the backward.
-So bytes are summed for each stretch (the forward or backward of one unit), and the largest sum is the peak::
+The bytes of different roles peak at different moments: activations at the end of the forward, reduced gradients near
+the end of the backward. So bytes are summed for each stretch (forward or backward of one unit); the peak is the largest
+sum::
 
     forward  = rest + gradients of the last step + gathered + activations
     backward = rest + gathered + gradients (filling, in flight, reduced) + activations      of the stretch
-    step     = as without activations
+    step     = the same as without activations
 """
 
 from __future__ import annotations
@@ -50,11 +51,9 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
-    """Activations at two micro-batch sizes, interpolated for other sizes.
-
-    Interpolation is exact if bytes grow linearly with the size, which they do not if a loss compares samples
-    (contrastive losses). ``measure(size)`` measures another size, slowly, and returns None if the model refuses it.
-    """
+    """Activations at two micro-batch sizes, interpolated for other sizes. Interpolation is exact if bytes grow linearly
+    with the size, which they do not if a loss compares samples (contrastive losses). ``measure(size)`` measures another
+    size, slowly, and returns None if the model refuses it."""
 
     sizes: tuple[int, int]  # samples; both equal where the model accepts one size only
     measured: tuple[Activations, Activations]
@@ -89,8 +88,8 @@ def peaks_with(
     *,
     state_tensors: States = ADAM_STATES,
 ) -> dict[Phase, Bytes]:
-    """Compute the peak bytes of one rank in each phase: those of :func:`memory.peak_bytes`, and activations.
-    None: activations are unknown and not counted."""
+    """Compute the peak bytes of ``rank`` in each phase: as :func:`memory.peak_bytes`, plus ``activations``.
+    ``activations``: None if unknown; then activations do not count."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
     if activations is None:
         return bounds
@@ -154,7 +153,8 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
 
 
 class _Gradients:
-    """Counts bytes of gradients in a backward: ``reducing`` until their reduction ends, ``landed`` after that."""
+    """Counts the bytes of gradients while a planned backward proceeds. ``reducing``: bytes of unreduced gradients and
+    of reductions in flight. ``landed``: bytes of reduced gradients on the device."""
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._bucket, self._limit, self._limits = buckets.__getitem__, limits.reduce_bucket_bytes, limits

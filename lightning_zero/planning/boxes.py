@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A box whose elements are adjacent in the flattened tensor."""
+    """A box of a tensor. ``start``: index of its first element in the tensor, flattened in memory order."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    start: int  # its first element in the flattened tensor
+    start: int
 
     @property
     def numel(self) -> int:
@@ -35,8 +35,8 @@ def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, order: Sequence[int] | None = None) -> list[Box]:
-    """Cut elements ``[start, stop)`` of a tensor, flattened in memory order, into boxes, and return the boxes.
-    ``order``: the tensor's dimensions, slowest in memory first; None: row-major."""
+    """Divide elements ``[start, stop)`` of a tensor of shape ``shape``, flattened in memory order, into boxes, and
+    return the boxes. ``order``: the tensor's dimensions, slowest in memory first; None: row-major."""
     if order is None or list(order) == sorted(order):
         return _row_major(tuple(shape), start, stop)
     found = _row_major(tuple(shape[d] for d in order), start, stop)

@@ -1,7 +1,7 @@
 """Plan where each role of a bucket (parameters, masters, gradients, state) is kept, from its stage and offload setting.
 
 The *storage* is the memory of masters and optimizer state. :class:`ParamsRest` says where compute parameters are kept
-between uses. No other file decides this::
+between uses::
 
     stage, offload, precision            | full buffer       | storage               | params_rest
     0-2, fp32                            | parameters        | (a view of it)        | full_is_master
@@ -25,7 +25,7 @@ from lightning_zero.settings import StateDtype
 
 
 class Role(Enum):
-    """What memory is used for. The first four roles stay allocated between steps; the others are temporary."""
+    """What memory is used for. Memory of the first four roles stays allocated between steps, other memory does not."""
 
     compute_param = "compute_param"
     master_param = "master_param"
@@ -42,7 +42,7 @@ RESTING = (Role.compute_param, Role.master_param, Role.grad, Role.optim_state)
 
 
 class ParamsRest(Enum):
-    """Where the compute parameters of a bucket rest between uses."""
+    """Where the compute parameters of a bucket are kept between uses."""
 
     full_is_master = "in the full buffer, which is the memory of the masters too"
     full = "in the full buffer, brought up to date from the masters after a step"
@@ -120,13 +120,14 @@ class BucketPlan:
 
     @property
     def brought_to_gather(self) -> int:
-        """Return the bytes that this rank brings to the device for each gather. 0: its shard is on the device."""
+        """Return the bytes that a rank copies to the device for each gather; 0 if its shard is on the device."""
         away = self.reshards and self.tiers.compute_param is not Tier.device
         return away * self.owned_numel * self.sent_itemsize
 
     @property
     def sent_itemsize(self) -> int:
-        """Return the bytes per element of what is sent to the device, which casts masters that lie in host memory."""
+        """Return the bytes per element of parameters that are copied to the device: in the masters' dtype if the
+        masters are in host memory, because the device casts; else in the compute dtype."""
         as_master = self.trainable and self.tiers.master is Tier.host and self.tiers.compute_param is not Tier.nvme
         return self.itemsizes.master if as_master else self.itemsizes.compute
 
@@ -153,7 +154,8 @@ class BucketPlan:
 
     @property
     def storage_role(self) -> Role:
-        """Return the storage's role in plans: ``compute_param`` if parameters have no other memory than the storage."""
+        """Return the role of the storage's masters: ``compute_param`` if the masters are also the compute parameters,
+        in the same dtype; else ``master_param``."""
         if not self.copies_master or (self.params_rest is ParamsRest.storage and self.one_dtype):
             return Role.compute_param
         return Role.master_param if self.trainable else Role.compute_param
@@ -173,7 +175,7 @@ class BucketPlan:
 
     @cached_property
     def accumulates_locally(self) -> bool:
-        """Return whether a rank adds up the gradients of all micro-batches of a step before they are reduced."""
+        """Return whether a rank adds up the gradients of all micro-batches of a step before gradients are reduced."""
         return self.row.grad is Placement.replicated
 
     @cached_property
@@ -198,7 +200,7 @@ class BucketPlan:
         return self.layout.shard_range(rank) if self.shards_master else (0, self.layout.numel)
 
     def state_numel(self, rank: int) -> int:
-        """Return how many elements have optimizer state on ``rank``: masters without padding. Rank 0 has most."""
+        """Return how many elements have optimizer state on ``rank``: those of its masters, without final padding."""
         low, high = self.owned_range(rank)
         return max(0, min(high, self.layout.used_numel) - low)
 
@@ -218,7 +220,7 @@ class BucketPlan:
         return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     def reduces_apart(self, micro_batches: int) -> bool:
-        """Return whether gradients are reduced in a buffer other than the one in which micro-batches add them up."""
+        """Return whether gradients are reduced in a buffer other than that in which micro-batches add gradients up."""
         waits = micro_batches > 1 and self.accumulates_locally
         return not (waits and self.wire_itemsize(micro_batches) == self.itemsizes.grad)
 

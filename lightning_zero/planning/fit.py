@@ -43,7 +43,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What planning needs to know of a model."""
+    """The sizes and settings of a model that planning needs."""
 
     names: tuple[str, ...]  # units, the root first
     shapes: tuple[BucketShape, ...]
@@ -99,7 +99,7 @@ class Row:
 
     @property
     def moments(self) -> list[Bytes]:
-        """Return the bytes of one rank at each moment at which they must fit: in every phase, and after the run."""
+        """Return a rank's bytes at each moment: in every phase and, if the module is gathered, after the run."""
         return [*self.peaks.values(), *([self.after_run] if self.is_whole else [])]
 
     @property
@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Two ways to make a plan fit: ``gpus`` in all, or ``offload`` at the same stage. None: no such way was found."""
+    """Two ways to make a plan fit: ``gpus`` GPUs in total, or ``offload`` at the same stage. None: not found."""
 
     gpus: int | None
     offload: Offload | None
@@ -118,7 +118,7 @@ class Advice:
 def plan_row(
     model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig, rates: Rates | None = None
 ) -> Row:
-    """Plan the memory, and with ``rates`` the time, of a stage and offload setting. ``settings``: budgets for auto."""
+    """Plan the memory and, with ``rates``, the time of a stage and offload. ``settings``: budgets for ``auto``."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
@@ -171,7 +171,8 @@ def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) ->
 
 
 def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[BucketPlan]:
-    """Plan a rank's buckets. ``machine.hybrid_shard`` decides whether all ranks share the shards or those of a node."""
+    """Plan a rank's buckets. ``machine.hybrid_shard`` decides whether shards are divided among all ranks or among the
+    ranks of a node. ``tiers``: of each unit."""
 
     def over(ranks: int) -> list[BucketPlan]:
         return [place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
@@ -202,7 +203,7 @@ def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, setti
 def _shortages(
     per_rank: dict[Tier, int], per_host: dict[Tier, int], together: int, machine: Machine, after_run: int
 ) -> tuple[Shortage, ...]:
-    """List the tiers that lack memory, and how much. ``after_run``: bytes that a host lacks after the run."""
+    """Return a shortage for each tier that lacks memory. ``after_run``: bytes that a host lacks after the run."""
     if machine.shared:
         needed = {Tier.host: (together, machine.host_memory)}
     else:
@@ -230,7 +231,7 @@ def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, ro
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Return the row that fits and offloads least, and of several such rows the lowest stage; None if none fits."""
+    """Return the row that fits and offloads least; of several, the one with the lowest stage; None if no row fits."""
     fitting = [row for row in rows if row.fits]
     nearness = list(Offload)
     return min(fitting, key=lambda r: (nearness.index(r.offload), r.stage.value), default=None)

@@ -1,4 +1,4 @@
-"""Lay out the parameters of a bucket in one flat buffer, and cut it into shards. Arithmetic on integers.
+"""Lay out the parameters of a bucket in one flat buffer, and cut the buffer into shards. Arithmetic on integers.
 
 ::
 
@@ -58,7 +58,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Where the parameters and shards of a bucket lie, in elements."""
+    """The positions of the parameters and shards of a bucket, in elements."""
 
     slots: tuple[Slot, ...]
     numel: int  # padded: world_size * shard_numel
@@ -116,10 +116,8 @@ def lay_out(numels: Sequence[int], world_size: int) -> BucketLayout:
 
 def split_by_bytes(nbytes: Sequence[int], limit: int) -> list[list[int]]:
     """Divide items of ``nbytes`` into groups of at most ``limit`` bytes. Return each group as a list of item indices.
-
-    Each item goes to the first group in which it fits, so that small items (biases) share one. An item above ``limit``
-    has its own group.
-    """
+    Each item goes to the first group with enough room, so that small items (biases) share a group. An item above
+    ``limit`` is alone in a group."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index, size in enumerate(nbytes):
@@ -142,7 +140,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join adjacent fragments of a shard that have equal keys (not None) into runs. Return each as (key, run)."""
+    """Join adjacent fragments with equal ``keys`` into runs, except those of key None. Return (key, run) pairs."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

@@ -9,8 +9,8 @@ Rajbhandari et al. 2020, arXiv:1910.02054, section 5)::
     2     | 2P      | 2P/N        | 12P/N         | 2P + 14P/N   | 2P + 16P/N
     3     | -       | 2P/N        | 12P/N         | 14P/N        | 16P/N
 
-The paper's 16P/N of stage 3 includes a bf16 shard of the parameters. The engine casts that shard from the masters at
-each gather, and keeps a shard only where the masters rest on another tier.
+The paper's 16P/N of stage 3 includes a bf16 shard of the parameters. The engine casts this shard from the masters at
+each gather, and keeps a bf16 shard only if the masters are kept on another tier.
 
 Memory that two roles share counts once, as ``compute_param``. Padding counts. Activations (see ``activations.py``),
 memory inside libraries, and optimizer state of one number per tensor do not count.
@@ -45,7 +45,7 @@ STEPS_IN_MEMORY = 3  # buckets of state from files in host memory at a time: one
 
 
 class Moment(Enum):
-    """The moment of a step at which resting bytes are counted."""
+    """The moment of a step at which bytes that stay allocated between steps are counted."""
 
     accumulating = "accumulating"  # between two micro-batches of a step
     reduced = "reduced"  # after the last backward, before the gradients are zeroed
@@ -66,8 +66,8 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Bytes of one rank's optimizer state if some optimizer steps whole tensors. Only the owner of a tensor, the rank
-    that steps the tensor, has the tensor's state."""
+    """Bytes of one rank's optimizer state if some optimizer steps whole tensors. Only the rank that steps a tensor, its
+    owner, has the tensor's state."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes on the device beside the shards during the step, from owners.step_peak
@@ -97,7 +97,7 @@ def planned_bytes(
     state_tensors: States = ADAM_STATES,
     moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Sum the bytes of one rank at rest, by role and tier. Padding is at the end, so rank 0 has the most state.
+    """Sum the bytes that ``rank`` keeps allocated, by role and tier. Padding is at the end: rank 0 has the most state.
 
     Args:
         state_tensors: number of element-wise state tensors per parameter, or the state of ``rank``.
@@ -124,7 +124,7 @@ def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequen
 
 
 def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
-    """Yield (role, tier, bytes) of what a bucket keeps allocated at ``moment``. ``state``: bytes of state tensors."""
+    """Yield (role, tier, bytes) of what ``bucket`` keeps allocated at ``moment``. ``state``: bytes of state tensors."""
     sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
     if bucket.beside:
         yield Role.compute_param, Tier.device, bucket.beside
@@ -163,10 +163,8 @@ class Limits:
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
-    """Compute the peak bytes of gathered units in forward and backward, for units called in order.
-
-    ``nbytes``: gathered bytes of each unit that is dropped after use, the root first. The root stays gathered.
-    """
+    """Compute the peak bytes of gathered units in forward and backward, for units called in order. ``nbytes``: gathered
+    bytes of each unit that is dropped after use, the root first. The root stays gathered."""
     peaks = [nbytes[0] if nbytes else 0] * 2
     for _, backward, held in gathered_along(nbytes, limits):
         peaks[backward] = max(peaks[backward], held)
@@ -174,8 +172,7 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
 
 
 def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
-    """Yield (unit, whether in the backward, bytes gathered then) at each use of a unit. ``nbytes``: as in
-    :func:`gathered_peaks`."""
+    """Yield (unit, is in backward, bytes of gathered units) for each use. ``nbytes``: see :func:`gathered_peaks`."""
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
     cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
@@ -209,7 +206,7 @@ def peak_bytes(
 
         forward  = rest + gradients of the last backward + gathered (root, current, prefetched) + offloaded steps
         backward = rest + gradients + gathered + reducing (the filling unit, reductions in flight) + offloaded steps
-        step     = rest + gradients + a chunk of them in the master dtype + offloaded steps + tensors stepped whole
+        step     = rest + gradients + a chunk of gradients in the master dtype + offloaded steps + whole tensors
         each     + staging memory between tiers
     """
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
@@ -229,8 +226,7 @@ def peak_bytes(
 
 
 def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of a rank's share of the units (all but the root) that its node keeps for the backward; 0 if
-    nodes keep none."""
+    """Return the bytes of a rank's slices of units (without the root) kept by its node for the backward; 0 if none."""
     if not limits.node_ranks:
         return 0
     return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)
@@ -245,12 +241,10 @@ def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) ->
 
 
 def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
-    """Compute the bytes of unsharded gradients at the peak of the backward, beyond resting gradients.
-
-    These gradients belong to the unit whose backward runs, and to reductions in flight. On a device, gradients stay as
-    autograd made them until their bucket is complete. Gradients that each rank adds up unsharded are reduced in place
-    if the wire dtype allows. With several micro-batches, a reduced shard exists beside the resting gradient.
-    """
+    """Compute the bytes of unsharded gradients at the peak of the backward: of the unit whose backward runs, and of
+    reductions in flight. On a device, autograd's gradients are kept until their bucket is complete. Gradients that each
+    rank adds up unsharded are reduced in place if the wire dtype allows. With several micro-batches, a reduced shard
+    exists beside the gradient to which it is added."""
     trainable, count = [b for b in buckets if b.trainable], limits.micro_batches
 
     def filled(bucket: BucketPlan) -> int:
@@ -269,7 +263,8 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
 
 def received_nbytes(bucket: BucketPlan, limits: Limits) -> int:
-    """Compute what an all-to-all of ``bucket`` receives before the local sum; in two levels, with the nodes' sums."""
+    """Compute the bytes that a rank receives by the all-to-all of the gradients of ``bucket``, before the local sum.
+    With two levels, the bytes of the sums of each node count too."""
     size = bucket.layout.numel * bucket.wire_itemsize(limits.micro_batches)
     if not limits.sum_ranks:
         return size
@@ -320,7 +315,8 @@ def read_nbytes(bucket: BucketPlan) -> int:
 
 
 def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
-    """Return whether ``local_ranks`` ranks of ``rest`` bytes each fill at most half of GPU (0: none) and host."""
+    """Return whether ``rest``, the bytes of each of a host's ``local_ranks`` ranks, fills at most half of the memory of
+    a GPU and of the host. ``gpu``, ``host``: their bytes; 0 if there is no GPU."""
     on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
     if not gpu:
         return (on_device + on_host) * local_ranks <= host // 2
@@ -349,7 +345,8 @@ def copy_nbytes(params: Iterable[int]) -> int:
 
 
 def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
-    """Say why a copy of the whole module, of ``nbytes``, does not fit on the host ``where``. Return None if it fits."""
+    """Return the text of an error if a copy of the whole module, of ``nbytes``, does not fit into ``available`` bytes;
+    None if it fits. ``where``: names the host or device."""
     if nbytes <= SPARE * available:
         return None
     return (
@@ -359,7 +356,7 @@ def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
 
 
 def on_the_way_nbytes(buckets: Sequence[BucketPlan], *, gathers: bool) -> int:
-    """Return the most bytes of masters that a rank gathers at a time to fill the module's copy; 0 if it never does."""
+    """Return the most bytes of masters that are gathered at a time for the module's copy; 0 unless ``gathers``."""
     return max((b.layout.numel * b.itemsizes.master for b in buckets), default=0) if gathers else 0
 
 

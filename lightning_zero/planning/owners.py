@@ -5,8 +5,8 @@
     shards    rank 0 | p0 p0 p0 p1 |   rank 1 | p1 p2 p2 p2 |      masters and gradients, flat
     owners    rank 0 | p0 p2       |   rank 1 | p1          |      whole tensors, during the step
 
-Optimizers such as Muon need whole tensors. The ranks of a shard group divide the tensors. One message for a run of
-adjacent units, up to a limit of bytes, brings them to their owners, and another brings new masters back.
+Optimizers such as Muon need whole tensors. The ranks of a shard group divide the tensors. For each run of adjacent
+units, up to a limit of bytes, one message sends the tensors' shards to the owners, and another returns new masters.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ MESSAGE_ALIGN = 16  # bytes; every dtype can be read at such an offset
 
 
 def matrix_work(shape: Sequence[int]) -> int:
-    """Estimate the cost of stepping a tensor: ``max(m, n) * min(m, n)**2`` for a matrix [m, n].
-
-    An orthogonalisation grows like this, and so do the eigenvectors of the shorter side. A tensor of more dimensions
-    counts as [shape[0], the rest]; a vector counts its elements.
-    """
+    """Estimate the cost of stepping a tensor: ``max(m, n) * min(m, n)**2`` for a matrix [m, n]. The cost of an
+    orthogonalisation grows like this. A tensor of more dimensions counts as a matrix [shape[0], product of the rest].
+    The result for a vector is its number of elements."""
     if len(shape) < 2:
         return math.prod(shape)
     rows, columns = shape[0], math.prod(shape[1:])
@@ -52,10 +50,8 @@ def split_messages(nbytes: Sequence[int], units: Sequence[int], limit: int) -> l
 
 
 def choose_owners(costs: Sequence[int], ranks: int, kept: Sequence[int | None]) -> list[int]:
-    """Choose the owner of each tensor: the largest tensor first, each to the least loaded rank (LPT; Graham 1969).
-
-    The result is within 4/3 of the optimum. ``kept``: the owner that has a tensor's state already; ``None``: choose.
-    """
+    """Choose the owner of each tensor: the largest tensor first, each to the least loaded rank (LPT; Graham 1969). The
+    result is within 4/3 of the optimum. ``kept``: the owner that has a tensor's state already; ``None``: choose."""
     owners = [0 if owner is None else owner for owner in kept]
     total = [0] * ranks
     for cost, owner in zip(costs, kept, strict=True):
@@ -81,7 +77,7 @@ class Transfer(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Adjacent elements of a tensor: where they are in it, in a rank's shard, in the messages to and from its owner."""
+    """Adjacent elements of a tensor: their offsets in the tensor, in a shard and in messages to and from the owner."""
 
     transfer: int  # index among the message's tensors
     offset: int  # first element, from the tensor's start
@@ -94,7 +90,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends and receives of one message. ``*_sizes`` and ``*_back`` are bytes by peer rank."""
+    """What one rank sends to the owners and receives back, and its part as an owner. Sizes are bytes by peer rank."""
 
     own: tuple[Piece, ...]  # pieces of this rank's shard in the message to their owners
     owned: tuple[Piece, ...]  # pieces of tensors that this rank owns, in the message that it receives
@@ -106,7 +102,7 @@ class Route:
 
 
 def find_route(transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], rank: int) -> Route:
-    """Plan what ``rank`` sends and receives of a message. ``layouts``: those of all buckets, over the same ranks."""
+    """Plan what ``rank`` sends and receives for the tensors ``transfers`` of a message. ``layouts``: of all buckets."""
     ranks = layouts[transfers[0].bucket].world_size if transfers else 1
     others = [other for other in range(ranks) if other != rank]
     own, own_sizes, own_back = _lay_out(transfers, layouts, [(other, rank, other) for other in others], ranks)
@@ -118,11 +114,8 @@ def find_route(transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], r
 def _lay_out(
     transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
-    """Lay out pieces of tensors in the messages between a rank and its peers.
-    ``pairs``: (peer, rank with the shard, owner).
-
-    Returns the pieces, and by peer the bytes of the messages to the owners and of the messages back.
-    """
+    """Lay out pieces of tensors in the messages between a rank and its peers. ``pairs``: (peer, rank with the shard,
+    owner). Returns the pieces, and by peer the bytes of the messages to the owners and of the messages back."""
     pieces: list[Piece] = []
     sizes, backs = [0] * ranks, [0] * ranks
     there = back = 0
@@ -146,7 +139,7 @@ def _lay_out(
 
 
 class MessageBytes(NamedTuple):
-    """Bytes on one rank of one message, and of those of its tensors that the rank steps."""
+    """Bytes of one message on one rank, and of the message's tensors that this rank steps."""
 
     there: int = 0  # to the owners, sent and received
     arriving: int = 0  # received for the tensors that this rank owns

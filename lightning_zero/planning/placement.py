@@ -1,4 +1,5 @@
-"""Define each stage by its placement of roles, each offload choice by their tiers. Only this file names stages."""
+"""Define each stage by the placement (replicated or sharded) of each role, and each offload setting by the tier of each
+role. Other code reads these tables instead of comparing stages."""
 
 from __future__ import annotations
 
@@ -41,12 +42,12 @@ class TierRow(NamedTuple):
 
     @property
     def uses_host_or_files(self) -> bool:
-        """Return whether a role takes room on the host or in files."""
+        """Return whether a role is kept on the host or in files."""
         return any(tier is not Tier.device for tier in self)
 
     @property
     def gathers_from_host(self) -> bool:
-        """Return whether what is gathered comes from the host, or is copied from there after a step."""
+        """Return whether compute parameters come to the device from the host or files, for gathers or after steps."""
         return self.steps_on_host or self.compute_param is not Tier.device
 
 
@@ -77,7 +78,8 @@ REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Count a bucket's collectives in a step by name. ``stays_gathered``: from each forward to its backward."""
+    """Count a bucket's collectives in a step, by name. ``stays_gathered``: whether parameters of stage 3 stay gathered
+    from each forward to its backward."""
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if row.compute_param is _S:
         counts["all_gather"] = micro_batches if stays_gathered else 2 * micro_batches
@@ -89,7 +91,7 @@ def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bo
 
 
 class UnitBytes(NamedTuple):
-    """Bytes of one unit at rest on this rank, without its compute parameters."""
+    """Bytes that this rank keeps between steps for one unit, without compute parameters."""
 
     name: str
     state_nbytes: int  # master_param and optim_state
@@ -97,14 +99,14 @@ class UnitBytes(NamedTuple):
 
 
 class Budgets(NamedTuple):
-    """Bytes that one rank may hold at rest on each tier."""
+    """Bytes that one rank may keep on each tier between steps."""
 
     device: int
     host: int
     nvme: int
 
     def with_given(self, device: int | None, host: int | None, nvme: int | None) -> Budgets:
-        """Return a copy of these budgets in which those that the user gave (not None) replace the defaults."""
+        """Return a copy of these budgets, with each argument that is not None in place of the tier's budget."""
         pairs = zip((device, host, nvme), self, strict=True)
         return Budgets(*(found if given is None else given for given, found in pairs))
 
@@ -115,13 +117,10 @@ def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budg
 
 
 def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRow]:
-    """Choose the tiers of each unit's optimizer: first units on the device, then the host, then files.
-
-    The next forward needs the first units first, so their optimizer gets the fastest tier. Gradients rest on the device
-    if their optimizer does, else on the host. The device takes as many units as fit. The host keeps space for the
-    gradients of all other units, and takes the optimizers of as many of those units as then fit. Raises ConfigError,
-    with the partial plan, if the budgets are too small.
-    """
+    """Choose the tiers of each unit's masters, optimizer state and gradients. The first units, which the next forward
+    needs first, are on the device, as many as fit. Gradients of all other units are on the host, with the masters and
+    state of as many units as fit then. Masters and state of the last units are in files. Raises ConfigError, with the
+    partial plan, if the budgets are too small."""
     state = [unit.state_nbytes for unit in units]
     grad = [unit.grad_nbytes for unit in units]
     count = len(units)

@@ -30,8 +30,8 @@ class Plan(NamedTuple):
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
     """Return whether a unit of ``nbytes`` can be prefetched within ``prefetch_bytes``. ``waiting``: bytes of each unit
-    that was prefetched and not used yet. If no unit waits, any size can be prefetched, unless ``prefetch_bytes`` is 0.
-    """
+    that was prefetched and not used yet. If no unit waits, any size can be prefetched, unless ``prefetch_bytes`` is
+    0."""
     return prefetch_bytes > 0 and (not waiting or sum(waiting) + nbytes <= prefetch_bytes)
 
 
@@ -97,7 +97,8 @@ class Cursor:
     uses_left: dict[int, int] = field(default_factory=dict)  # unit -> remaining uses of its last gather
 
     def up_to(self, unit: int) -> list[int] | None:
-        """Return the units to gather next, up to and with ``unit``, and advance. None: ``unit`` is not in the rest."""
+        """Return the units to gather next, up to and including ``unit``, and advance past them. Return None, and do not
+        advance, if the rest of the plan does not have ``unit``. A cyclic plan begins again."""
         entries = self.plan.entries
         if self.plan.cyclic and self.position == len(entries):
             self.position = 0
@@ -120,11 +121,11 @@ class Cursor:
         return taken
 
     def rest(self) -> list[int]:
-        """Return all remaining units and advance to the end. Their gathers must run, as other ranks may need them."""
+        """Return all remaining units, which the caller must gather for other ranks, and advance to the end."""
         return [self._take() for _ in range(len(self.plan.entries) - self.position)]
 
     def up_to_number(self, taken: int) -> list[int]:
-        """Return the units to gather until ``taken`` gathers have been issued, and advance past them."""
+        """Return the units to gather until ``taken`` gathers of this pass have been issued, and advance past them."""
         units: list[int] = []
         while self.taken < taken:
             self.position %= len(self.plan.entries)
@@ -132,7 +133,7 @@ class Cursor:
         return units
 
     def used(self, unit: int) -> bool:
-        """Count a use of ``unit`` as finished. Return whether the unit may be dropped."""
+        """Count one use of ``unit`` as finished. Return whether the plan allows the unit to be dropped now."""
         left = self.uses_left.get(unit, 1) - 1
         self.uses_left[unit] = left
         return left <= 0

@@ -2,7 +2,7 @@
 
 Bytes for each parameter that is stepped on the host, with itemsizes c (compute), m (master, state), g (gradient)::
 
-    link        c to the device, once, or at every gather if parameters rest on another tier; g from the device
+    link        c to the device, once, or at every gather if parameters are on another tier; g from the device
     host memory 6 m + g: the step reads master, two states and gradient, and writes master and states
     disk        3 m read and written if the optimizer is in files; c read at every gather and written once if
                 parameters are
@@ -10,7 +10,7 @@ Bytes for each parameter that is stepped on the host, with itemsizes c (compute)
 ``zero.optimizer.state_dtype`` shrinks the states' part of m. On a GPU all resources work in parallel, so the slowest is
 the bound. But a step that waits for the end of the backward (gradient clipping) overlaps only the next forward, because
 the next backward needs the gradients' memory. Nothing overlaps the first gather and the last reduction. On a CPU all
-work shares the same cores, so it adds up.
+work shares the same cores, so the seconds of all resources are added.
 
 Bytes that a rank sends for a bucket of n elements over N ranks (ring algorithms; Thakur, Rabenseifner, Gropp 2005)::
 
@@ -37,7 +37,7 @@ FORWARD = 1 / 3  # share of the compute of a step; a backward takes twice the ti
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does per second for one rank."""
+    """FLOPs and bytes per second of each resource of a machine, for one rank."""
 
     compute: float  # FLOPs that a model reaches
     device_memory: float  # bytes read and written
@@ -94,7 +94,7 @@ class Work:
 
 
 def work_of(buckets: Iterable[BucketPlan], flops: float, *, micro_batches: int = 1) -> Work:
-    """Sum a rank's work in one step, except for the network. ``flops``: those of its forwards and backwards."""
+    """Return a rank's work in one step, without the network's. ``flops``: of all forwards and backwards of the step."""
     work = Work(compute=flops)
     for bucket in buckets:
         if not bucket.trainable:
@@ -176,7 +176,7 @@ def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1,
 
 
 def _summed_nbytes(bucket: BucketPlan, limits: Limits) -> int:
-    """Return the bytes that a rank sends for one sum of gradients, each rank's slice of it on that rank."""
+    """Return the bytes that a rank sends for one reduce-scatter of the bucket's gradients."""
     numel, ranks, sum_ranks = bucket.layout.numel, bucket.layout.world_size, limits.sum_ranks
     wire = numel * bucket.wire_itemsize(limits.micro_batches)
     if not (sum_ranks and ranks > sum_ranks and bucket.exchanges(limits.micro_batches)):

@@ -17,9 +17,7 @@ DEVICE_CHUNK = 1 << 23  # elements of a piece on a device
 
 def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
     """Divide an optimizer step of ``numel`` elements into pieces. Return the elements of a piece and the thread count.
-
-    ``threads``: host threads that are available; ``None``: the step runs on a device.
-    """
+    ``threads``: host threads that are available; ``None``: the step runs on a device."""
     if threads is None:
         return DEVICE_CHUNK, 1
     most = max(MIN_CHUNK, min(MAX_CHUNK, HOST_CHUNKS // threads // BLOCK * BLOCK))
@@ -29,7 +27,7 @@ def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
 
 
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:
-    """Return the bytes of buffers to step ``numel`` elements with narrow state. On the host they stay allocated."""
+    """Return the bytes of the temporary buffers of a step of ``numel`` elements under ``state_dtype=bf16``."""
     if not on_device and numel > MIN_CHUNK:
         numel += HOST_CHUNKS // MIN_CHUNK * BLOCK  # each thread's piece ends between blocks
     pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else HOST_CHUNKS)

@@ -41,8 +41,9 @@ class TensorStates:
         return sum(sum(state.nbytes) for states in self.tensors for state in states)
 
     def of_fullest_rank(self, buckets: Sequence[BucketPlan], *, has_link: bool = False) -> StateOfRank:
-        """Return the optimizer state of the rank that holds most, and its bytes beside the shards during a step.
-        ``has_link``: the device is not the host, so what rests off the device is copied for the step."""
+        """Return the optimizer state of the rank that has most, and the bytes that it needs beside its shards during a
+        step. ``has_link``: the device is not the host, so masters and state on other tiers are copied to the device for
+        the step."""
         ranks = max((bucket.layout.world_size for bucket in buckets), default=1)
         by_optimizer: dict[int, list[_Tensor]] = {}
         for number, (bucket, states) in enumerate(zip(buckets, self.tensors, strict=True)):
@@ -91,7 +92,8 @@ def _by_slices(bucket: BucketPlan, states: Sequence[TensorState]) -> list[int]:
 
 
 def _message(tensor: _Tensor, bucket: BucketPlan, *, is_here: bool, has_link: bool) -> MessageBytes:
-    """Estimate a rank's bytes of a tensor's messages, and of the step, if ranks hold equal parts of the tensor."""
+    """Estimate a rank's bytes for one tensor's messages and step, as if all ranks held equal parts of the tensor.
+    ``is_here``: the rank steps the tensor. ``has_link``: see :meth:`TensorStates.of_fullest_rank`."""
     ranks = bucket.layout.world_size
     travels, from_host = bucket.shards_master and ranks > 1, has_link and bucket.storage_tier is not Tier.device
     numel = bucket.layout.slots[tensor.slot].numel

@@ -1,7 +1,7 @@
-"""Which ranks do something together, and where this rank is among them. All arithmetic on ranks is in this file.
+"""Compute which ranks form groups, and this rank's index in each group. All arithmetic on ranks is in this file.
 
-:class:`Ranks` is this rank's place in each group, and what gradients are divided by. A :class:`Topology` decides which
-ranks share shards: all (flat), or those of one node (hybrid sharding).
+:class:`Ranks` has this rank's index in each group, and the number that divides sums of gradients. A :class:`Topology`
+decides which ranks share shards: all ranks (flat), or the ranks of one node (hybrid sharding).
 
 ::
 
@@ -30,8 +30,7 @@ EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would b
 
 
 class Topology(NamedTuple):
-    """The groups of ranks that share shards, that together keep gathered units, and that sum gradients first. Equal on
-    all ranks."""
+    """The groups of ranks that share shards, keep gathered units, or sum gradients first. Equal on all ranks."""
 
     shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
     node_groups: tuple[tuple[int, ...], ...] = ()  # empty: units are not kept
@@ -50,7 +49,7 @@ class Topology(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that do something together, in order, and this rank's index among them. ``size`` 0: there is no group."""
+    """Ranks that take part in the same operation, in order, and this rank's index among them. ``size`` 0: no group."""
 
     ranks: tuple[int, ...]
     index: int
@@ -58,7 +57,8 @@ class Group:
 
 
 class Ranks(NamedTuple):
-    """This rank's place in each group of ranks. Hand this value to whoever needs a rank or a number of ranks."""
+    """This rank's index in each group of ranks, and the number that divides sums of gradients. All code that needs a
+    rank or a number of ranks reads this value."""
 
     rank: int
     world_size: int
@@ -81,8 +81,8 @@ class Ranks(NamedTuple):
 
     @classmethod
     def locate(cls, rank: int, topology: Topology, config: ZeroConfig | None = None) -> Ranks:
-        """Find the place of ``rank``. ``config``: says which ranks share batches, matrices and experts; None: none do.
-        Raises ConfigError if the ranks cannot be divided in this way."""
+        """Return the groups of ``rank``. ``config``: has the sizes of sequence, tensor and expert parallelism; None:
+        all 1. Raises ConfigError if a size does not divide the number of ranks."""
         world_size = sum(map(len, topology.shard_groups))
         check_groups(config, world_size)
         sequence, tensor, expert = (_adjacent(rank, getattr(config, key, 1)) for key in PARALLEL_KEYS)
@@ -115,14 +115,16 @@ def flat(world_size: int) -> Topology:
 
 
 def by_part(all_ranks: Topology, parts: int) -> Topology:
-    """Let each ``parts``-th rank share shards, for parameters of which adjacent ranks have different parts."""
+    """Return the topology of parameters split into ``parts`` parts, one on each of ``parts`` adjacent ranks: every
+    ``parts``-th rank has the same part, and these ranks share its shards. ``all_ranks``: the flat topology."""
     (ranks,) = all_ranks.shard_groups
     sum_groups = [group[part::parts] for part in range(parts) for group in all_ranks.sum_groups]
     return Topology(tuple(ranks[part::parts] for part in range(parts)), apart=True, sum_groups=_levels(sum_groups))
 
 
 def over_nodes(names: Sequence[str], hybrid: HybridShard = HybridShard.flat, *, exchanges: bool = False) -> Topology:
-    """Divide shards as ``zero.hybrid_shard=hybrid`` says. Raises ConfigError if that does not fit the nodes.
+    """Return the topology for ``zero.hybrid_shard=hybrid``. Raises ConfigError if ``hybrid`` needs nodes with equal
+    numbers of ranks, or several nodes of several ranks, and there are none.
 
     Args:
         names: the node of each rank.
@@ -145,7 +147,7 @@ def over_nodes(names: Sequence[str], hybrid: HybridShard = HybridShard.flat, *, 
 
 
 def _levels(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return ``groups`` if all have the same number of ranks, more than one; else nothing."""
+    """Return ``groups`` if all have the same number of ranks and more than one rank; else an empty tuple."""
     sizes = {len(group) for group in groups}
     return tuple(groups) if len(sizes) == 1 and sizes != {1} else ()
 
@@ -167,11 +169,9 @@ def is_even(names: Sequence[str]) -> bool:
 
 
 def rounds_of(rank: int, world_size: int) -> list[list[int]]:
-    """Return the groups of ``rank`` that combine a small message of all ranks, one after the other.
-
-    Read ranks as numbers whose digits have these groups' sizes as bases: the ranks of a group differ in one digit. A
-    ring of 1,024 ranks takes 2,046 hops, one behind the other; five exchanges among four ranks take 5.
-    """
+    """Return groups that contain ``rank``. All-reduces in these groups, one after another, equal one over all ranks.
+    Read ranks as numbers whose digits have the groups' sizes as bases: the ranks of a group differ in one digit. A ring
+    all-reduce of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5."""
     found, stride = list[list[int]](), 1
     while stride < world_size:
         left = world_size // stride
@@ -183,7 +183,7 @@ def rounds_of(rank: int, world_size: int) -> list[list[int]]:
 
 
 def check_groups(config: ZeroConfig | None, world_size: int) -> None:
-    """Raise ConfigError if the ranks cannot be divided into groups as sequence, tensor and expert parallelism ask."""
+    """Raise ConfigError if the size of sequence, tensor or expert parallelism does not divide ``world_size``."""
     for key in PARALLEL_KEYS:
         if world_size % (size := getattr(config, key, 1)):
             divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)

@@ -17,12 +17,10 @@ LEAST_NBYTES = MIB
 
 
 def choose_units(module: nn.Module, config: UnitConfig) -> list[str]:
-    """Return the names of the modules that become units, in the order of ``named_modules``, without the root.
-
-    Units are chosen by ``config.classes``, else by ``_no_split_modules`` (Hugging Face), else as repeated blocks of
-    ModuleList and Sequential. Blocks above ``max_bytes`` are divided. If units hold less than half of the model, the
-    rest is divided by size, see :data:`SHARE`. Raises ConfigError if a class of ``config.classes`` is not in the model.
-    """
+    """Return the names of the modules that become units, in the order of ``named_modules``, without the root. Units are
+    chosen by ``config.classes``, else by ``_no_split_modules`` (Hugging Face), else as repeated blocks of ModuleList
+    and Sequential. Blocks above ``max_bytes`` are divided. If units hold less than half of the model, the rest is
+    divided by size, see :data:`SHARE`. Raises ConfigError if a class of ``config.classes`` is not in the model."""
     if config.classes:
         names = _by_class(module, config.classes, required=True)
     else:
@@ -74,8 +72,8 @@ def _by_class(module: nn.Module, classes: list[str], *, required: bool) -> list[
 
 
 def _repeated_blocks(module: nn.Module) -> list[str]:
-    """Return the names of repeated blocks: modules whose class their ModuleList or Sequential holds at least twice.
-    Blocks inside of others are left out."""
+    """Return the names of repeated blocks: children of a ModuleList or Sequential that has several children of the same
+    class. A block inside of another block is left out."""
     chosen: list[str] = []
     for name, container in module.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -93,7 +91,7 @@ def _repeated_blocks(module: nn.Module) -> list[str]:
 
 
 def _is_plain_list(module: nn.Module) -> bool:
-    """Return whether the module is a container that is never called, so that hooks on it would not fire."""
+    """Return whether the module is a container that is never called, so that its hooks would never run."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
 
 
@@ -124,7 +122,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def owner_of(users: Iterable[str], units: Iterable[str]) -> str:
-    """Return the innermost unit that contains all of ``users``, the modules that use a parameter; "" is the root."""
+    """Return the innermost unit that contains all modules ``users`` of a parameter; "" (the root) if no unit does."""
     split = [name.split(".") if name else [] for name in users]
     common = split[0]
     for parts in split[1:]:

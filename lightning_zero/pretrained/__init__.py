@@ -9,8 +9,7 @@
 
 This file matches the tensors of a folder with parameters and buffers of a module. The folder has the names of the
 transformers model. The module's names may have a prefix (``model.``, an attribute of a LightningModule) and names of
-adapters (``base_layer``), and some tensors are fused in memory (``conversions``).
-"""
+adapters (``base_layer``), and some tensors are fused in memory (``conversions``)."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
     """Return the tensors in the folder ``path``, by the names of the parameters and buffers of ``module``.
 
     ``warn``: warn of missing and unused tensors. ``only_meta``: leave out tensors for which ``module`` has values.
-    Raises ConfigError if files are absent or damaged, no tensor belongs to ``module``, or one has another shape.
-    """
+    Raises ConfigError if files are absent or damaged, if no tensor belongs to ``module``, or if shapes differ."""
     folder = SafetensorsFolder(path)
     found = match(module, folder)
     if not found.sources:
@@ -59,7 +57,7 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
 
 
 def some(names: Iterable[str]) -> str:
-    """Return the first of ``names`` as text, and how many more there are."""
+    """Return the first few of ``names``, and the number of further names, as text for a message."""
     names = list(names)
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest
@@ -77,7 +75,8 @@ class Match(NamedTuple):
 
 
 def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
-    """Match tensors of ``folder`` with those of ``module``. Raise ConfigError if shapes differ or one is quantized."""
+    """Return which tensors of ``folder`` belong to which parameters and buffers of ``module``. Raise ConfigError if the
+    shapes differ, or if a stored tensor is quantized."""
     model, prefix = hugging_face_model(module)
     own = {_without_adapters(name): value for name, value in _tensors(model if model is not None else module)}
     stored = {key: folder.tensor(key) for key in folder.keys}
@@ -138,7 +137,8 @@ def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
 
 
 def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
-    """Return names of tensors of ``module`` without source. Adapters need none, and tied tensors one in all."""
+    """Return the names of parameters and persistent buffers of ``module`` that are not in ``sources``, except adapters.
+    Of tied tensors one name must be in ``sources``."""
     names: dict[int, list[str]] = {}
     for name, value in _tensors(module):
         names.setdefault(id(value), []).append(name)

@@ -1,7 +1,6 @@
-"""Convert tensors in files to those that transformers has in memory, under other names or fused (Mixtral's experts).
+"""Convert tensors in files to tensors in memory, which transformers may rename or fuse (Mixtral's experts).
 
-transformers itself describes the conversions. It is used only if the user's model has imported it.
-"""
+transformers itself describes the conversions. The package is used only if the user's model has imported it."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
 
 
 def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """Return tensors of ``model`` by name, converted from those in files (``stored``). ``own``: the model's tensors, by
-    names without the parts that name adapters."""
+    """Return the tensors of ``model`` by name, converted from the tensors in files (``stored``, by name). ``own``: the
+    model's tensors, by name without the parts that PEFT adds. Tensors that ``model`` lacks are returned unchanged."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # older versions convert nothing

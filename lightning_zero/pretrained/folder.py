@@ -127,8 +127,8 @@ class SafetensorsFolder:
 
 
 class _RemoteFile:
-    """A safetensors file in an object store, with what :class:`SafetensorsFolder` uses of ``safe_open``. It holds the
-    length of its header in 8 bytes, the header as JSON, and the tensors' bytes in row-major order."""
+    """A safetensors file in an object store, with the methods of ``safe_open`` that :class:`SafetensorsFolder` calls.
+    The file has the length of its header in 8 bytes, the header as JSON, and the tensors' bytes in row-major order."""
 
     def __init__(self, path: RemotePath) -> None:
         self._file = path.open("rb")
@@ -159,7 +159,7 @@ class _RemoteSlice:
         return self.shape
 
     def __getitem__(self, box: Any) -> Tensor:
-        """Read from the first to the last element of ``box``, a tuple of slices, in one request."""
+        """Return the values in ``box``, a tuple of slices. Reads from the first to the last of them in one request."""
         dtype, strides = DTYPES[self.dtype], [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         first = sum(part.start * stride for part, stride in zip(box, strides, strict=True))
         last = sum((part.stop - 1) * stride for part, stride in zip(box, strides, strict=True))

@@ -12,11 +12,8 @@ Read = Callable[[int, int, Sequence[int] | None], Tensor]
 
 
 class StoredTensor(Tensor):
-    """A tensor in a file.
-
-    The engine reads only this rank's ranges of it. Any other use, such as a hook that looks at a checkpoint, reads the
-    whole tensor to the host each time.
-    """
+    """A tensor whose values are in a file. The engine reads only this rank's ranges of the values. Any other use, such
+    as an operation in a hook that looks at a checkpoint, reads the whole tensor to the host each time."""
 
     _read: Read
 
@@ -24,14 +21,14 @@ class StoredTensor(Tensor):
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read) -> StoredTensor:
         """``read(start, stop, order)`` returns elements ``[start, stop)`` of the flat tensor in ``dtype``, on the host.
 
-        The tensor is flattened with its dimensions in ``order``; None: row-major.
-        """
+        The tensor is flattened with its dimensions in ``order``; None: row-major."""
         made: StoredTensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore
         made._read = read
         return made
 
     def read(self, start: int, stop: int, order: Sequence[int] | None = None) -> Tensor:
-        """Read elements ``[start, stop)`` of the tensor, flattened with its dimensions in ``order``, to the host."""
+        """Read elements ``[start, stop)`` of the tensor, flattened with its dimensions in ``order`` (None: row-major),
+        and return them on the host."""
         return self._read(start, stop, order)
 
     def whole(self) -> Tensor:
@@ -55,7 +52,7 @@ class StoredTensor(Tensor):
 
 
 class KeptTensor(StoredTensor):
-    """Stands in a state dict for a frozen parameter that the checkpoint lacks. Loading leaves that parameter alone."""
+    """A state dict entry of a frozen parameter that the checkpoint lacks. Loading leaves the parameter as it is."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> KeptTensor:

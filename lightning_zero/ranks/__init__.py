@@ -10,7 +10,7 @@
                posts         what each rank posts for the others
                verdict       judges from the posts whether ranks are gone or stuck
                messages      what ranks send each other, as JSON
-               mailbox       messages to rank 0 for which nobody waits; a text of all ranks, printed once
+               mailbox       sends messages to rank 0 without waiting; prints a text of all ranks once
                progress      shows the progress of long work
     again      resume        names a job across restarts, finds its last checkpoint, tells its script how it ended
 """

@@ -1,5 +1,5 @@
-"""Sends messages to rank 0, and no rank waits for them: threads post them to the store while ranks train. Also prints
-once a text that all ranks have."""
+"""Send messages to rank 0 without waiting: threads write the messages to the store while ranks train. Print a text of
+all ranks only once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Mailbox:
 
 
 def say_once(text: str) -> None:
-    """Print ``text`` on stderr: on rank 0 if all ranks call this within :data:`SAID_S`, else on each that does."""
+    """Print ``text`` on stderr: on rank 0 if all ranks call this within :data:`SAID_S` seconds, else on each caller."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     key = f"lightning_zero/said/{zlib.crc32(text.encode())}"
     wait_s = SAID_S if rank else 2 * SAID_S  # rank 0 ends last: a launcher may end the others with it

@@ -1,5 +1,5 @@
-"""Encodes messages between ranks as JSON. Anybody who reaches the store or a port of a rank can put bytes there, and
-unpickling would run them. Decoding makes only plain values and value classes of this package."""
+"""Encode messages between ranks as JSON. Anybody who can reach the store or a port of a rank can send bytes, and
+unpickling these bytes would run code. Decoding makes only plain values and value classes of this package."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _JSON = (type(None), bool, int, float, str)
 
 
 def dumps(value: Any) -> bytes:
-    """Encode ``value`` as JSON; tensors lose their graph. Raises TypeError unless it consists of plain values."""
+    """Return ``value`` encoded as JSON; tensors are detached. Raises TypeError for objects that are not plain values,
+    tensors, containers, or value classes of this package."""
     return json.dumps(_encoded(value)).encode()
 
 
 def loads(message: bytes) -> Any:
-    """Decode a message of :func:`dumps`; run and import nothing. Raises ValueError for any other message."""
+    """Return the value of a message of :func:`dumps`, without running or importing code of the message. Raises
+    ValueError for other bytes."""
     try:
         return json.loads(message, object_hook=_made)
     except Exception as error:
@@ -68,7 +70,7 @@ def _made(found: dict[str, Any]) -> Any:
 
 
 def _is_ours(kind: Any) -> bool:
-    """Return whether ``kind`` is a class of this package that only holds values, so that decoding may make one."""
+    """Return whether ``kind`` is a class of this package that only holds values, so that decoding may construct it."""
     if not isinstance(kind, type) or kind.__module__.partition(".")[0] != _PACKAGE:
         return False
     if dataclasses.is_dataclass(kind):

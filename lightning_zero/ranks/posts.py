@@ -23,11 +23,14 @@ def machine() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process ``pid`` of this machine lives (a zombie does not). True if there is no /proc."""
+    """Return whether the process ``pid`` of this machine lives (a zombie does not). True if that cannot be found out:
+    there is no /proc, or this process can open no more files."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return not Path("/proc/self/stat").exists()
     except OSError:
-        return not Path("/proc/self/stat").exists()  # no /proc: assume that the process lives
+        return True
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 

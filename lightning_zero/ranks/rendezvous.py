@@ -1,5 +1,5 @@
-"""Starts a run: opens the store, compares what must be equal on all ranks, and makes the process group. All ranks join
-in the store before they make the group, so that a missing rank is named and does not cause a hang."""
+"""Start a run: open the store, compare what must be equal on all ranks, and make the process group. All ranks join
+through the store before they make the group, so that a missing rank is named and does not cause a hang."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def shared_settings(config: ZeroConfig, more: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that must be equal on all ranks. Paths in the run folder become relative to it."""
+    """Return the settings that must be equal on all ranks. Paths in the run folder become relative to the folder.
+    ``more``: settings besides those of ``config``."""
     flat = flatten({"zero": asdict(config)}) | flatten(more)
     run_dir = flat.get("run_dir")
     return {k: v.replace(run_dir, "<run_dir>") if run_dir else v for k, v in flat.items() if k not in OWN_SETTINGS}
 
 
 def versions(lightning: str) -> dict[str, str]:
-    """Return the versions of packages and Python that must be equal on all ranks. ``lightning``: its version."""
+    """Return the versions that must be equal on all ranks, by package. ``lightning``: the version of Lightning."""
     return {
         "lightning_zero": lightning_zero.__version__,
         "lightning": lightning,
@@ -113,7 +114,7 @@ class Rendezvous:
 
     def join(self) -> dict[int, Member]:
         """Wait until all ranks have joined with equal settings. Return all members on rank 0, else {}. Collective.
-        Raises StartError, on all ranks that came, if some ranks did not come or have other settings."""
+        Raises StartError on all ranks that have joined if some ranks have not joined or have other settings."""
         try:
             return self._host() if self._own.rank == 0 else self._join()
         except dist.DistError as error:
@@ -198,8 +199,8 @@ class Rendezvous:
         )
 
     def _dismiss(self, key: str, message: str, others: int) -> None:
-        """Send ``message`` to the waiting ranks and raise it as a StartError. First wait up to five seconds until
-        ``others`` ranks have read it, because the store may end with this process."""
+        """Send ``message`` to the ranks that wait for ``key``, and raise a StartError with the message. Before that,
+        wait up to five seconds until ``others`` ranks have read it, because the store may end with this process."""
         for n in range(self._round, self._all.add("rounds", 0) + 1):
             self._all.set(f"{n}/{key}", message)
         deadline = time.monotonic() + MARGIN_S / 3
@@ -301,8 +302,8 @@ def is_ours(ip: str) -> bool:
 
 
 def open_store(address: str, port: int, *, rank: int, timeout: timedelta, wait_s: float) -> Any:
-    """Open and return a run's store, which rank 0 or torchrun's agent holds. ``timeout``: limit of later operations.
-    ``wait_s``: seconds to wait for rank 0. Raises StartError for a taken port, a wrong address or a missing rank 0."""
+    """Open and return a run's store, which rank 0 or torchrun's agent serves. ``timeout``: limit of later operations.
+    ``wait_s``: seconds to wait for rank 0. Raises StartError for a port in use, a wrong address or a missing rank 0."""
     ip = resolve(address, port, wait_s=min(RESOLVE_S, wait_s))
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     elsewhere = serves and not is_ours(ip)
@@ -352,9 +353,9 @@ def join(
     wait_s: float,
     per_node: int,
 ) -> list[str]:
-    """Join the other ranks and make the default process group. Return lines to log, which say who came. Collective.
-    Waits ``wait_s`` seconds for ranks, then raises a StartError. ``timeout``: of the store and the process group; for a
-    group on gloo, ``stall_timeout_s`` replaces it, unless None."""
+    """Join the other ranks and make the default process group. Return lines to log about the ranks, [] if not rank 0.
+    Collective. Raises StartError if ranks are missing after ``wait_s`` seconds. ``timeout``: limit of operations of the
+    store and the group; in a group on gloo, ``stall_timeout_s`` replaces ``timeout`` unless it is None."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     store = open_store(address, port, rank=rank, timeout=timeout, wait_s=wait_s)
     own = Member(rank=rank, world_size=world, host=socket.gethostname(), pid=os.getpid())

@@ -1,6 +1,6 @@
-"""Finds a restarted job's name, which stays the same, and the checkpoint to resume from. SLURM and torchrun restart a
-job with the same command line, so a note in the run folder names the job that has trained there. Another job in the
-same folder starts anew."""
+"""Find the name of a job, which a restart does not change, and the checkpoint to resume from. SLURM and torchrun
+restart a job with the same command line, so a note in the run folder names the job that has trained there. Another job
+with the same run folder does not resume."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEET_S = 10.0  # seconds that a failed rank waits for others that fail, because 
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return a name of this process's job, equal on all ranks and after restarts; ``None`` if nothing restarts it."""
+    """Return a name of this process's job, equal on all ranks and after restarts; None if no launcher restarts jobs."""
     place = launched(environ)
     if place is None or place.by == "plain":
         return None
@@ -53,7 +53,7 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Turn ``text`` into a part of a folder name that a user can also type as an override."""
+    """Return ``text`` as a part of a folder name that a user can also type as an override."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "0"
 
 
@@ -61,9 +61,9 @@ def checkpoint_of_job(
     run_dir: str | os.PathLike[str], folders: Iterable[str | os.PathLike[str]] = ()
 ) -> Path | str | None:
     """Return the newest complete checkpoint of this job; ``None`` if the job has none, or has not trained in
-    ``run_dir``. All ranks find the same one: nobody saves before all have joined, and :func:`note_job` is called after
-    that. ``folders``: where to look besides ``run_dir``. An object store has a clock of its own: what this job has
-    noted as its file counts even if it is dated up to :data:`CLOCKS_DIFFER_NS` before the note."""
+    ``run_dir``. All ranks return the same, because no rank saves, or calls :func:`note_job`, before all have joined.
+    ``folders``: further folders to search. Because the clock of an object store may be late, a file that this job has
+    noted counts even if its date is up to :data:`CLOCKS_DIFFER_NS` before the note."""
     job = job_name()
     if job is None or _noted(Path(run_dir)) != job:
         return None
@@ -73,8 +73,8 @@ def checkpoint_of_job(
 
 
 def note_job(run_dir: str | os.PathLike[str]) -> bool:
-    """Write into ``run_dir`` that this job trains there. Return whether that was written already (False without a job
-    name). One rank calls this, after all ranks have joined."""
+    """Write a note into ``run_dir`` that this job trains there. Return whether the note was there already (False
+    without a job name). One rank calls this, after all ranks have joined."""
     job = job_name()
     if job is None:
         return False
@@ -89,7 +89,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> bool:
 
 
 def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
-    """Note that this job will write a checkpoint to ``path``. One rank calls this. ``owner``: a callback's key."""
+    """Note that this job will write a checkpoint to ``path``. Called on one rank. ``owner``: a callback's state key."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
         file.write("\n" + json.dumps([owner, path if "://" in path else os.path.abspath(path)]) + "\n")
@@ -98,8 +98,7 @@ def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
 
 
 def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path | str]]:
-    """Return the checkpoints that this job has begun to write, by state key of the callback that writes them. Remote
-    addresses are text."""
+    """Return the checkpoints that this job has begun to write, by the callback's state key; remote ones as text."""
     found: dict[str, set[Path | str]] = {}
     with contextlib.suppress(OSError):
         for line in (Path(run_dir) / FILES).read_text().splitlines():
@@ -119,9 +118,9 @@ def _noted(run_dir: Path) -> str | None:
 def newest_checkpoint(
     folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0, names: str = "*.ckpt", own: Collection[str] = ()
 ) -> Path | str | None:
-    """Return the last complete checkpoint written after ``since_ns`` (nanoseconds of the epoch); None if none was.
-    ``folders`` may be remote addresses; then so may be the result. ``names``: a pattern for the checkpoint's name.
-    ``own``: remote addresses that count even if they are dated up to :data:`CLOCKS_DIFFER_NS` earlier."""
+    """Return the newest complete checkpoint in ``folders`` that was written at or after ``since_ns`` (nanoseconds of
+    the epoch): a Path, or text for a remote address; None if there is none. ``names``: a pattern for its name. ``own``:
+    remote addresses that count even if their date is up to :data:`CLOCKS_DIFFER_NS` earlier."""
     found: dict[Path | str, int] = {}
     for folder in folders:
         if "://" in str(folder):
@@ -139,15 +138,15 @@ def newest_checkpoint(
 
 
 def listed(fs: Any, root: str, names: str) -> list[str]:
-    """Return what is in the folder ``root`` of a file system of fsspec and matches ``names``. ``fs.glob`` would take
-    ``[12]`` in the name of the folder for a pattern."""
+    """Return the paths directly in the folder ``root`` of the fsspec file system ``fs`` whose names match the pattern
+    ``names``. (``fs.glob`` would take ``[12]`` in the name of the folder for a pattern.)"""
     paths = fs.find(root, maxdepth=1, withdirs=True)
     return [path for path in paths if path != root and fnmatchcase(path.rpartition("/")[2], names)]
 
 
 def _remote_checkpoints(folder: str, names: str, own: Collection[str]) -> Iterator[tuple[str, int, int]]:
-    """Yield the address of each complete checkpoint in ``folder``, when it was written, and how late that clock may
-    be."""
+    """Yield, for each complete checkpoint in the remote ``folder``: its address, the time of its last write, and by how
+    much that time may be too early (both in nanoseconds)."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     fs, root = url_to_fs(folder)
@@ -166,12 +165,12 @@ def _remote_checkpoints(folder: str, names: str, own: Collection[str]) -> Iterat
 
 
 def _whole(path: Path) -> bool:
-    """Return whether a checkpoint has its last part: a zip archive's table, or the metadata file of a folder."""
+    """Return whether a checkpoint has what is written last: the table of a zip file, or ``.metadata`` of a folder."""
     return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)
 
 
 def write_outcome(word: str) -> bool:
-    """Write ``word`` to the file that the job's script reads. Return False if the script has named no file."""
+    """Write ``word`` to the file that the job's script reads. Return False if the script has not set a file."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if path:
         Path(path).write_text(f"{word}\n")
@@ -179,8 +178,8 @@ def write_outcome(word: str) -> bool:
 
 
 def note_raised() -> None:
-    """Note beside the outcome that this rank has raised before anything was trained, and give all others time to do the
-    same: the job's script does not requeue a job in which all have."""
+    """Make a file beside the outcome file that says that this rank has raised an error before any training. Wait up to
+    :data:`MEET_S` seconds for the files of other ranks: if all ranks raise, the job's script does not requeue it."""
     path, place = os.environ.get(OUTCOME_VARIABLE), launched()
     if not path or place is None or place.rank is None or place.world_size is None:
         return

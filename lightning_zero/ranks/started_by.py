@@ -1,4 +1,4 @@
-"""Finds from the environment alone which launcher started this process, and the process's place in the job.
+"""Find from the environment alone which launcher started this process, and the process's ranks in the job.
 
 Each launcher sets other variables::
 
@@ -7,8 +7,7 @@ Each launcher sets other variables::
     mpirun    OMPI_COMM_WORLD_*    (Open MPI), PMI_* with MPI_LOCAL* (Intel MPI, MPICH), MV2_COMM_WORLD_* (MVAPICH2)
     plain     LOCAL_RANK           and perhaps RANK WORLD_SIZE LOCAL_WORLD_SIZE: Lightning's own launcher, or a user's
 
-The order is Lightning's: torchrun inside a SLURM job counts as torchrun.
-"""
+The order is Lightning's: torchrun inside a SLURM job counts as torchrun."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ MPI_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """The launcher of a process, and the process's ranks in its job. ``None``: the launcher does not tell it."""
+    """The launcher of a process, and the process's ranks in the job. A number that the launcher has not set is None."""
 
     by: str  # ``torchrun``, ``srun``, ``mpirun`` or ``plain``
     rank: int | None = None
@@ -78,7 +77,7 @@ def _srun(environ: Mapping[str, str]) -> Launched:
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """Parse SLURM's tasks per node, such as ``2(x3),1``, into one number for each node; empty if unknown."""
+    """Return the number of tasks of each node, parsed from SLURM's text, such as ``2(x3),1``; [] if it is not valid."""
     tasks: list[int] = []
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

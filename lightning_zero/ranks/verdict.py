@@ -50,7 +50,7 @@ DYING_S = 1.0  # time between the end of a process's connections and its own end
 STILL_S = 1.0  # added to the time in which what ranks do is posted
 _BROKEN = re.compile(
     r"connection (was )?(closed|reset|refused|timed out)|closed by peer|broken pipe|socket (is )?closed"
-    r"|(read|write|recv|send)\w* (error|failed)|remote process exited|no route to host|network is unreachable",
+    r"|\b(read|write|recv|send)\w* (error|failed)|remote process exited|no route to host|network is unreachable",
     re.IGNORECASE,
 )
 
@@ -80,18 +80,20 @@ class Gone(NamedTuple):
     have_ended: bool
 
     def sentence(self, seen: Mapping[int, Seen], silent_s: float | None = None) -> str:
-        """Return a sentence that names the ranks. ``silent_s``: they have only posted nothing for so many seconds."""
-        names = " and ".join(seen[rank].post.name(rank) for rank in self.ranks)
+        """Return a sentence that names the ranks, or only those without a goodbye if there are any. ``silent_s``: the
+        ranks have posted nothing for so many seconds, and may not have ended."""
+        missed = [rank for rank in self.ranks if not seen[rank].post.left]
+        named = [seen[rank].post.name(rank) for rank in missed or self.ranks]
+        names = " and ".join(named)
         if silent_s is not None:
-            first = seen[self.ranks[0]].post.name(self.ranks[0])
-            return f"{first} has not been heard of for {silent_s:g} s: it has ended or hangs"
-        if all(seen[rank].post.left for rank in self.ranks):
+            return f"{named[0]} has not been heard of for {silent_s:g} s: it has ended or hangs"
+        if not missed:
             return (
                 f"{names} came to the end of the program: all ranks must make a call that takes all ranks "
                 "(gather(), a save, a run), and here some have not"
             )
         ended = "has ended without a word (killed?)"
-        return f"{names} {ended}" if len(self.ranks) == 1 else f"{names} {ended.replace('has', 'have', 1)}"
+        return f"{names} {ended}" if len(named) == 1 else f"{names} {ended.replace('has', 'have', 1)}"
 
 
 class Stuck(NamedTuple):

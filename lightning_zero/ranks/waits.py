@@ -217,8 +217,9 @@ class Waits:
             lines += f"\n{self._watchdog.peers.known}"
         return (
             f"rank {self.rank} waited {waited:.0f} s for {label!r} and the other ranks did not come.\n{lines}\n"
-            "If ranks take different paths through the model, set zero.dynamic_graph=true; if a rank is only slow, "
-            f"raise zero.stall_timeout_s (now {self.stall_timeout_s:g})."
+            "If only some ranks make this call (under `if rank == 0`, in a callback that works on rank 0), make it on "
+            "all. If ranks take different paths through the model, set zero.dynamic_graph=true; if a rank is only "
+            f"slow, raise zero.stall_timeout_s (now {self.stall_timeout_s:g})."
         )
 
     def _culprit(self) -> str:
@@ -237,7 +238,7 @@ class Waits:
         if is_broken_connection(error):
             error.add_note(f"rank {self.rank}: {self._culprit()}")
         elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():
-            error.add_note(self._stall_message(str(error).splitlines()[0], self.stall_timeout_s))
+            error.add_note(self._stall_message(plain(error).splitlines()[0], self.stall_timeout_s))
         else:
             self._watchdog.tell(error)
 

@@ -109,7 +109,8 @@ class Watchdog:
         self.peers = Peers(store, prefix, self._rank, self._world_size, self._every_s, self.running_s)
         # Longer than the engine's own errors take, because those say more.
         self._patience_s = 1.2 * self._limit_s + 2 * self.peers.roll_call_s
-        self._gone: tuple[str, float] | None = None  # who is gone, and how long this process may stand still for it
+        # Who is gone, how long this process may stand still, and until when it may in any case.
+        self._gone: tuple[str, float, float] | None = None
         self._trains = _Standstill(threading.get_ident(), self.running_s)
         self._heard_s = self.running_s()  # when the store last answered
         self._stop = threading.Event()
@@ -197,16 +198,19 @@ class Watchdog:
             place = f"; this rank is at: {watched.place}" if watched is not None else ""
             print(f"rank {self._rank}: {who}{place}", file=sys.stderr, flush=True)
         if self._gone is None or limit_s < self._gone[1]:
-            self._gone = who, limit_s
+            # Launchers and exceptions get their time, though this rank may have stood still before.
+            self._gone = who, limit_s, self.running_s() + min(limit_s, STANDSTILL_S)
 
     def _end_if_stuck(self, watched: Watched | None) -> None:
         state = (watched.place, watched.issued) if watched is not None else None
         still_s = self._trains.seconds(state)
         # A process that a person types into stands still while the person thinks.
         typed_into = hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
-        if self._gone is None or still_s < self._gone[1] or typed_into:
+        if self._gone is None or typed_into:
             return
-        who, _ = self._gone
+        who, limit_s, earliest = self._gone
+        if still_s < limit_s or self.running_s() < earliest:
+            return
         with contextlib.suppress(Exception):
             place = f" (at: {watched.place})" if watched is not None else ""
             print(
@@ -331,6 +335,8 @@ def _say_goodbye_at_the_end() -> None:
 def _say_goodbye() -> None:
     """Post that this process ends cleanly, else neighbours would think that it was killed; and end the threads. Python
     ends a thread that is inside the store when the interpreter goes, and C++ then aborts the process."""
-    if not hasattr(sys, "last_value"):  # set by an exception that ends the process
+    error = sys.exc_info()[1]  # in a process of multiprocessing, which still handles what ends it
+    fails = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+    if not fails and not hasattr(sys, "last_value"):  # set by an exception that ends the process
         for watchdog in list(_LIVE):
             watchdog.stop()

@@ -57,7 +57,8 @@ class Run(NamedTuple):
         return link(name, os.path.relpath(report if report.is_file() else self.folder, page.parent))
 
     def speeds(self) -> dict[str, float | None]:
-        """Return medians, without the first values: the first steps wait for what is made once."""
+        """Return the median of each speed, None if unknown, without its first value: first steps also wait for
+        setup."""
         pairs = {name: self.series[f"zero/{name}"] for name in SPEEDS if f"zero/{name}" in self.series}
         return defaultdict(NoneType, {name: median(v for _, v in own[1:] or own) for name, own in pairs.items()})
 
@@ -74,14 +75,15 @@ class Run(NamedTuple):
         return _known(held, {"peak of a step, device": peak[-1][1]} if peak else {})
 
     def settings(self) -> dict[str, str]:
-        """Return by key what Hydra composed, and versions; empty: the run did without Hydra."""
+        """Return Hydra's settings of the run and package versions as text, by dotted key; {} without Hydra's file."""
         file, versions = self.folder / ".hydra" / "config.yaml", {"version": self.results.get("versions", {})}
         node: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if file.is_file() else {}
         return dict(_flat(node | versions)) if node else {}
 
 
 def _known(found: Mapping[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Return both, in which any other key is 0, or unknown if nothing was found."""
+    """Return ``found`` and ``more`` as one mapping. Other keys have the value 0, or None (unknown) if ``found`` is
+    empty."""
     return defaultdict(int if found else NoneType, more | {**found})
 
 
@@ -94,7 +96,7 @@ def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def load(folder: Path) -> Run:
-    """Read what a run left in ``folder``. What is missing counts as empty."""
+    """Read what a run wrote into ``folder``. A missing or unreadable file counts as empty."""
     series = series_of([*lines_in(folder)] or lines_of_csv(folder))
     series |= {name: series[theirs] for theirs, name in THROUGHPUT.items() if theirs in series}
     times = pairwise(series.get(TIME, ()))
@@ -143,7 +145,8 @@ def compare(a: Path, b: Path, out: Path) -> None:
 
 
 def _pair(a: Path, b: Path) -> dict[str, Run]:
-    """Return both runs, by names that tell them apart."""
+    """Return the runs in ``a`` and ``b``, by paths below their common folder. Raise ConfigError if ``a`` is ``b``, or a
+    run logged nothing."""
     above = os.path.commonpath([a.resolve(), b.resolve()])
     runs = {os.path.relpath(folder.resolve(), above): load(folder) for folder in (a, b)}
     for run in runs.values():
@@ -169,7 +172,8 @@ def _numbers(what: str, row: str, values: Sequence[float | None], text: Callable
 
 
 def _metrics(*runs: Run) -> Iterator[Sequence[str]]:
-    """Yield for each metric its last values, and where the runs differ most. NaN in one of them is most."""
+    """Yield a row of text for each metric: its name, last value in each run, largest difference, and the step of this
+    difference. A NaN in one run alone counts as the largest difference."""
     both = [{name: dict(pairs) for name, pairs in own_metrics(run.series).items()} for run in runs]
     for name in dict.fromkeys(chain(*both)):
         a, b = (own.get(name, {}) for own in both)

@@ -75,7 +75,7 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
 
 
 def draw_runs(runs: Mapping[str, Values], bars: Sequence[Bars]) -> str:
-    """Return a picture of two runs as SVG: the curves of each unit, of both in one area, then ``bars``."""
+    """Return a picture of two runs as SVG: for each unit the curves of both runs in one area, then ``bars``."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -123,9 +123,9 @@ def _svg(figure: Any) -> str:
 
 
 def _by_unit(own: Values) -> tuple[Values, Values]:
-    """Return the curves of the first y-axis, which has one unit, and those of the second one.
+    """Divide the metrics ``own`` between two y-axes, and return the metrics of the first axis and of the second.
 
-    Metrics whose names differ in ``train``, ``val`` or ``test`` alone have one unit. Without any, losses come first."""
+    Metrics whose names differ only in ``train``, ``val`` or ``test`` share an axis. Otherwise the first has losses."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, pairs in own.items():
         kinds.setdefault(re.sub(r"(train|valid(ation)?|val|test)[_/]?|_(step|epoch)$", "", name), {})[name] = pairs
@@ -137,9 +137,9 @@ def _by_unit(own: Values) -> tuple[Values, Values]:
 
 
 def _curves(axes: Any, title: str, without: str, left: Values, right: Values, styles: Any = None) -> None:
-    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on a second one, or on the first if free.
+    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on a second one (on the first without ``left``).
 
-    ``without``: what to say in place of no curves. ``styles``: of each curve, if not a colour each."""
+    ``without``: text for the title if there are no curves. ``styles``: of each curve, by name; default: colours."""
     lines, colours = [], iter(COLOURS)
     for number, values in enumerate(values for values in (left, right) if values):
         own = axes.twinx() if number else axes
@@ -160,7 +160,8 @@ def _curves(axes: Any, title: str, without: str, left: Values, right: Values, st
 def _bars(
     axes: Any, title: str, names: Sequence[str], sets: Mapping[str, Sequence[Any]], text: Callable[[float], str]
 ) -> None:
-    """Draw horizontal bars from the top down, each with its value. For each name, the bars of all ``sets`` adjoin."""
+    """Draw horizontal bars from the top down: for each of ``names`` adjacent bars, one of each of ``sets``. ``text``
+    formats the values."""
     height = 0.8 / len(sets)
     for number, (label, values) in enumerate(sets.items()):
         places = [place + (number + 0.5) * height - 0.4 for place in range(len(names))]

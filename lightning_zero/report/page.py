@@ -55,7 +55,7 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]  # title, head, rows
 
 
 class Html(str):
-    """A text that is HTML already."""
+    """Text that is HTML, and is inserted into pages without escaping."""
 
 
 def link(text: str, address: str) -> Html:
@@ -63,7 +63,8 @@ def link(text: str, address: str) -> Html:
 
 
 def html_page(title: str, top: str, tables: Iterable[Table], end: str = "") -> str:
-    """Return a page of ``tables``, without those that are empty, between ``top`` and ``end``, which are HTML."""
+    """Return a page of the non-empty ``tables``, between ``top`` and ``end``, which are HTML. Titles and cells are
+    text."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
@@ -103,7 +104,8 @@ def human_seconds(seconds: float) -> str:
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> Table:
-    """Return the table of ranks: of many those that waited most or least, since others wait for the slowest one."""
+    """Return the table of ranks; of more than ``MOST_RANKS``, only those that waited least (the slowest) and
+    longest."""
     shown, title = sorted(ranks, key=lambda rank: sum(rank["wait_s_per_step"].values())), "Ranks"
     if len(ranks) > MOST_RANKS:
         shown, title = shown[: MOST_RANKS // 2] + shown[-MOST_RANKS // 2 :], "Ranks that waited least and longest"

@@ -1,4 +1,4 @@
-"""Keep what a run logs in the run's own folder, whatever loggers the run has: the curves of its report."""
+"""Keep the metrics that a run logs in the run's folder, whatever loggers the run has, for the curves of its report."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class Record(Callback):
     """Records a run for its report, by a logger beside those of the user.
 
     Attributes:
-        optimizers: names of their classes.
+        optimizers: class names of the optimizers.
         batch: samples and tokens of the first training batch of this rank; 0: unknown.
-        ranks: what all ranks measured, gathered once at the end of a fit; empty before.
+        ranks: :func:`of_rank` of all ranks, gathered once at the end of a fit; empty before.
     """
 
     def __init__(self, folder: str) -> None:
@@ -118,7 +118,7 @@ class Record(Callback):
 
 
 def of_rank(engine: Engine, series: Series) -> dict[str, Any]:
-    """Return what this rank measured in a run that logged ``series``. Sends no message."""
+    """Return this rank's host, device and peak memory, and its bytes and waits in ``series``, the logged metrics."""
     accelerator = engine.comm.streams.accelerator
     cpu = re.search(r"^model name\s*: (.*)$", "\n".join(lines_of(Path("/proc/cpuinfo"))), re.MULTILINE)
     peak = re.search(r"^VmHWM:\s*(\d+) kB$", "\n".join(lines_of(Path("/proc/self/status"))), re.MULTILINE)

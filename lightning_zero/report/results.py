@@ -21,7 +21,8 @@ Series = dict[str, list[tuple[int, float]]]  # for each metric pairs (step, valu
 
 
 def lines_in(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the metrics of each call of a logger, with their step; without a line that a killed process left half."""
+    """Yield each line of ``curves.jsonl``: metrics by name, and their ``step``. Skip lines that a killed process cut
+    off."""
     with contextlib.suppress(OSError):
         for line in (folder / CURVES).read_text().splitlines():
             with contextlib.suppress(ValueError):
@@ -29,7 +30,7 @@ def lines_in(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def lines_of_csv(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the same from the newest file of a CSVLogger in ``folder``."""
+    """Yield lines as :func:`lines_in` does, from the newest ``metrics.csv`` of a CSVLogger in ``folder``."""
     newest = max(folder.rglob(METRICS), key=lambda path: path.stat().st_mtime, default=folder / METRICS)
     with contextlib.suppress(OSError), newest.open(newline="", errors="replace") as file:
         for row in csv.DictReader(file):
@@ -46,7 +47,7 @@ def series_of(lines: Iterable[dict[str, Any]]) -> Series:
 
 
 def held_and_waits(series: Series) -> dict[str, dict[str, Any]]:
-    """Return the bytes that ZeroMonitor logged last, and the mean of the waits of a step by kind."""
+    """Return the bytes by role and tier that ZeroMonitor logged last, and mean seconds of waits per step by kind."""
     # Without the first pair: the first steps also wait for objects that are made once.
     stood = {name: pairs[1:] or pairs for name, pairs in series.items() if name.startswith("zero/wait_s/")}
     held = {name: pairs[-1][1] for name, pairs in series.items() if name.startswith("zero/bytes/")}
@@ -65,8 +66,8 @@ def measured(series: Series, held: Sequence[Held], ranks: Sequence[dict[str, Any
     """Return the run's last metrics, speeds, bytes and waits.
 
     Args:
-        held: bytes of rank 0, measured at the end; empty: take those that it logged.
-        ranks: what each rank measured, rank 0 first; after a run that was interrupted rank 0 alone.
+        held: bytes of rank 0, measured at the end; empty: take the bytes that rank 0 logged.
+        ranks: the measurements of each rank, rank 0 first; only of rank 0 after an interrupted run.
     """
     last = {name: values[-1][1] for name, values in series.items()}
     own, rows = ranks[0], [*held]
@@ -102,7 +103,8 @@ def commit() -> str | None:
 
 
 def write(folder: Path, results: dict[str, Any], series: Series, timeline: str | None) -> None:
-    """Write ``results.json``, and after a fit a picture and a page. ``timeline``: folder of a timeline, for a link."""
+    """Write results.json; after a fit also report.html and, with matplotlib, results.png. ``timeline``: folder of the
+    timeline to which the page links, or None."""
     write_whole(folder / RESULTS, json.dumps(results, indent=2) + "\n")
     if results["task"] != "fit":
         return
@@ -117,7 +119,7 @@ def write(folder: Path, results: dict[str, Any], series: Series, timeline: str |
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole, or not at all."""
+    """Write ``text`` to ``path`` atomically: a crash leaves the old file or the new one."""
     aside = path.with_name(f".{path.name}")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)

@@ -1,4 +1,4 @@
-"""Attention over the whole sequence: each rank computes a part of the heads.
+"""Compute attention over the whole sequence: each rank computes some of the heads.
 
 ::
 
@@ -38,7 +38,7 @@ def attention(
 
     Args:
         query, key, value: ``[batch, heads, positions, width]``; inside a step with the positions of this rank's part.
-        attn_mask: a mask for the whole sequence: ``[..., whole, whole]`` or ``[..., 1, whole]``.
+        attn_mask: a mask for all ``whole`` positions of the sequence: ``[..., whole, whole]`` or ``[..., 1, whole]``.
     """
     part = current()
     if part is None:
@@ -83,7 +83,8 @@ def _check(part: SequencePart, query: Tensor, key: Tensor, value: Tensor) -> Non
 
 
 def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
-    """Repeat key or value heads that ``size`` ranks cannot share evenly, to ``size`` or else ``queries`` heads."""
+    """Return ``tensor`` (keys or values) with a multiple of ``size`` heads: heads are repeated if needed, to ``size``
+    heads if possible, else to ``queries`` heads."""
     heads = tensor.shape[1]
     if heads % size == 0:
         return tensor
@@ -91,7 +92,8 @@ def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
 
 
 def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -> Tensor | None:
-    """Return the mask for this rank's heads (None for None). Raises ConfigError if it is not of the whole sequence."""
+    """Return ``mask`` for this rank's heads (None for None). Raises ConfigError unless the mask is for ``whole``
+    positions."""
     if mask is None:
         return None
     if mask.shape[-1] != whole or (mask.dim() > 1 and mask.shape[-2] not in (1, whole)):
@@ -117,7 +119,7 @@ def _exchange(tensors: Sequence[Tensor], sharers: Sharers, *, to_heads: bool) ->
 
 
 class _Exchange(torch.autograd.Function):
-    """One all-to-all. Its backward is the reverse all-to-all."""
+    """An all-to-all whose backward is the reverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, sharers: Sharers, to_heads: bool, *tensors: Tensor) -> Any:

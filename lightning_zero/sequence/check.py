@@ -1,6 +1,6 @@
-"""Compare a short step on parts of sequences with the same step on whole sequences. A difference shows that the model
-mixes positions in a function that sees only a part. Compared are the loss and, for each parameter, sums of its
-gradient's elements with random signs."""
+"""Compare a short step on parts of sequences with the same step on whole sequences: the loss and, for each parameter,
+sums of its gradient's elements with random signs. A difference shows that the model mixes positions in a function that
+sees only a part of the sequence."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _LOOK_FOR = (
 
 
 class Agreeing(TorchDispatchMode):
-    """Makes random numbers that the body draws (for dropout, say) equal in a whole sequence and in its parts: fills
-    each random tensor with repetitions of a short random pattern. ``length``: positions of a part. If ``length``
-    divides a tensor's size, each part starts with a new repetition."""
+    """A context manager in which random numbers (for dropout, say) are equal in a whole sequence and in its parts: each
+    random tensor is filled with repetitions of a short random pattern, whose length divides ``length``, the number of
+    positions of a part, so that each part begins with a new repetition."""
 
     supports_higher_order_operators = True
 
@@ -140,7 +140,7 @@ def unit(found: Iterable[Found]) -> float:
 
 
 def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | None:
-    """Return in words how a training step in parts differs from the same step on whole sequences; None if not. Sums
+    """Return in words how a training step in parts differs from the same step on whole sequences; None if equal. Sums
     must agree to half the digits of their dtype, because rounding errors grow from layer to layer. Losses must agree to
     two thirds of the digits, because errors average out. A gradient that is zero up to rounding (bias of keys in
     attention) is compared with the norm of all gradients. ``parts``: results of all ranks of the group."""
@@ -167,9 +167,9 @@ def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | N
 def difference_of_evaluations(whole: Found, parts: Sequence[Found], rank: int, rounding: float) -> str | None:
     """Return in words how an evaluation in parts differs from one on whole sequences; ``None`` if it does not.
 
-    A logged value is compared with the mean over parts, or the sum, minimum or maximum if it is logged so. A tensor
-    that this rank returned must equal the whole one or its part. ``parts``: results of all ranks of the group.
-    """
+    A logged value must equal the mean over parts, or their sum, minimum or maximum if the value is logged with this
+    reduction. A tensor that this rank returned must equal the tensor of the evaluation on whole sequences, or this
+    rank's part of that tensor. ``parts``: results of all ranks of the group."""
     for name, (expected, how) in whole.logged.items():
         got = [one.logged[name][0] for one in parts if name in one.logged] or [math.nan]
         value = max(got) if how == "max" else min(got) if how == "min" else math.fsum(got)
@@ -219,7 +219,7 @@ def refusal(step: str, what: str) -> str:
 
 
 def kind_of(batch: Any) -> str:
-    """Describe the kind of a batch: keys, types, numbers of dimensions. One batch of each kind is checked."""
+    """Return a text with keys, types and numbers of dimensions of ``batch``. One batch of each such kind is checked."""
     if isinstance(batch, Tensor):
         return f"{batch.dim()} {batch.dtype}"
     if isinstance(batch, Mapping):
@@ -244,7 +244,7 @@ _TRYING: ContextVar[bool] = ContextVar("a trial runs", default=False)
 
 
 def is_trying() -> bool:
-    """Return whether this thread is inside :func:`trying`: what runs is no work of the model's."""
+    """Return whether this thread is inside :func:`trying`: modules run for a check, not for training or evaluation."""
     return _TRYING.get()
 
 

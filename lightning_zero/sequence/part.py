@@ -1,4 +1,4 @@
-"""Say which part of a sequence this rank has, and compute means over the tokens of all parts."""
+"""Describe which part of a sequence this rank has, and compute means over the tokens of all parts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TOKENS, PARTS, REFUSED = 1, 2, 3  # kind of a mean; ranks send it along, to noti
 
 
 class Window(NamedTuple):
-    """Says which short piece of each sequence in a batch the check before training uses.
+    """Describes the short piece of each sequence in a batch that the check before training uses.
 
     Attributes:
         parts: number of parts into which the short piece divides.
-        at: where in the sequence the piece is: 0 is the beginning, 1 the end.
+        at: position of the piece in the sequence, from 0 (at the beginning) to 1 (at the end).
     """
 
     parts: int
@@ -97,7 +97,7 @@ class SequencePart:
         return torch.arange(self.rank * length, (self.rank + 1) * length, device=device)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Join all parts of ``tensor [batch, length]``, without gradients: ``[batch, length * size]``. Collective."""
+        """Return all parts of ``tensor [batch, length]`` joined, detached: ``[batch, length * size]``. Collective."""
         rows = tensor.detach().contiguous().view(1, -1).expand(self.size, -1).contiguous()
         parts = self.sharers.exchange(rows, "parts of a small tensor").view(self.size, *tensor.shape)
         return torch.cat(list(parts), dim=1)
@@ -105,15 +105,15 @@ class SequencePart:
     def mean_of(
         self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS, *, is_feature: bool = False
     ) -> Tensor:
-        """Return the mean over the tokens of all parts, with gradients. If no part has tokens, it is NaN, or 0 with
-        :attr:`empty_is_zero`. Collective.
+        """Return the mean over the tokens of all parts, with gradients. If no part has tokens, the mean is NaN, or 0
+        with :attr:`empty_is_zero`. Collective.
 
         Raises ConfigError, on all ranks, if another rank computes another kind of mean at the same time.
 
         Args:
             total: sums over ``count`` tokens of this part, in the shape of ``count``. Both may be weighted.
-            dtype: dtype of the result. It is computed in fp64, because half precision cannot hold sums and counts.
-            is_feature: parts compute different values from the mean. Then all ranks must run a backward, or none.
+            dtype: dtype of the result, which is computed in fp64: half precision cannot hold sums and counts.
+            is_feature: ranks compute different values from the mean. Then all ranks must run a backward, or none.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
         totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind, is_feature).view(sums.shape)  # type: ignore
@@ -125,7 +125,7 @@ class SequencePart:
         return mean
 
     def mean_over(self, mean: Tensor, tokens: Any) -> Tensor:
-        """Return the mean over the tokens of all parts. ``mean``: over ``tokens`` tokens of this part. Collective."""
+        """Return the mean over the tokens of all parts. Collective. ``mean``: over this part, of ``tokens`` tokens."""
         if isinstance(tokens, bool) or not isinstance(tokens, (int, float, Tensor)):
             raise ConfigError(
                 'zero.loss=tokens: expected a number or a tensor of one element for "tokens", which training_step '
@@ -136,7 +136,7 @@ class SequencePart:
         return self.mean_of(total, count, mean.dtype)
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Turn ``loss``, which a step has computed on this part, into the loss of the whole sequences, and return that.
+        """Return the loss of the whole sequences, computed from ``loss``, which a step has computed on this part.
         Collective. Terms that ``loss`` adds to a mean over the tokens of all parts are averaged over the parts. Raises
         ConfigError on all ranks if ``loss`` contains no such mean."""
         if any(made() is loss for made in self._means):
@@ -173,7 +173,7 @@ class SequencePart:
 
 
 class WholeBatch(SequencePart):
-    """Replaces :class:`SequencePart` if sequences are not divided. Only counts the tokens of a batch's losses."""
+    """A :class:`SequencePart` for sequences that are not divided, with which the tokens of losses can be counted."""
 
     def __init__(self) -> None:
         super().__init__(OnPaper(1))
@@ -195,9 +195,9 @@ def _counts_in(loss: Tensor) -> Iterator[Tensor]:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """Sums over the ranks of a group. All ``size`` ranks compute a single loss, and the engine later averages gradients
-    over all ranks, so the backward multiplies the gradient by ``size``. From a feature (``is_feature``) ranks compute
-    different values, so the backward sums the ranks' gradients."""
+    """Sums values over the ranks of a group. If all ``size`` ranks compute one loss from the sums, the backward
+    multiplies the gradient by ``size``, because the engine later averages gradients over ranks. If ranks compute
+    different values from the sums (``is_feature``), the backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int, is_feature: bool) -> Tensor:
@@ -237,8 +237,7 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
     """Return the positions of ``length`` tokens in their sequence: ``[length] int64``.
 
     Call this function instead of ``torch.arange(length)``. Inside a step under ``zero.sequence_parallel`` it returns
-    the positions of this rank's part, and raises ConfigError if ``length`` is not that of the part.
-    """
+    the positions of this rank's part, and raises ConfigError if ``length`` is not that of the part."""
     part = current()
     return torch.arange(length, device=device) if part is None else part.positions(length, device)
 

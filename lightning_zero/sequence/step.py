@@ -1,4 +1,4 @@
-"""One step on a part of a batch: cut the batch, let attention see all of it, and average the loss over all tokens."""
+"""Run a step on a part of a batch: cut the batch, let attention see whole sequences, average losses over all tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
 def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
-    """Return this rank's part of ``batch``, or ``batch`` if it stays whole. Raises ConfigError for an unknown kind.
+    """Return this rank's part of ``batch``, or ``batch`` itself if the module leaves it whole (see below). Raises
+    ConfigError for an unknown kind of batch.
 
     These batches are cut automatically::
 
@@ -43,8 +44,7 @@ def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
                                                  attention_mask stays whole, because attention sees all positions
 
     Other batches need the module's ``split_sequence(batch, part)``. It returns a batch made by
-    :meth:`SequencePart.of`, or ``batch`` itself, which every rank of the group then computes as a whole.
-    """
+    :meth:`SequencePart.of`, or ``batch`` itself, which every rank of the group then computes as a whole."""
     if callable(hook := getattr(module, HOOK, None)):
         return hook(batch, part)
     if isinstance(batch, Tensor) and _is_tokens(batch):
@@ -143,7 +143,8 @@ def of_whole_sequences() -> Iterator[None]:
 
 
 def _mask(name: str, maker: Callable[..., Any], **given: Any) -> Any:
-    """Let ``maker`` of transformers make a mask of the whole sequence. Collective if it gets a part's padding mask."""
+    """Return the mask of the whole sequence, made by ``maker`` of transformers from the arguments ``given``. Collective
+    if the padding mask in ``given`` is that of a part."""
     part = current()
     if part is None or given["q_length"] != part.length:
         return maker(**given)
@@ -170,7 +171,8 @@ def _causal_loss(
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """Compute ``ForCausalLMLoss``. A part's last token predicts the next part's first token. Collective in a step."""
+    """Return transformers' causal loss ``inner``, where a part's last token predicts the next part's first token.
+    Collective inside a step."""
     part = current()
     if part is not None and labels is not None and shift_labels is None and logits.shape[1] == part.length:
         firsts, last = part.whole(labels[:, :1]), part.rank == part.size - 1
@@ -261,9 +263,9 @@ class SequenceSteps:
         self._part: SequencePart | None = None  # of the last training step, whose backward may recompute blocks
 
     def train(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
-        """Run ``step`` on ``own``, which :meth:`cut` returned, and return its output, with the loss averaged over all
-        parts' tokens. Collective. Raises ConfigError if attention cannot get the whole sequence, or the loss has no
-        mean over tokens."""
+        """Run ``step`` on ``own``, the result of :meth:`cut`, and return its output, with the loss averaged over all
+        parts' tokens. Collective. Raises ConfigError if attention cannot see whole sequences, or if the loss contains
+        no mean over tokens."""
         self._part = part
         if part is None:
             return step(own, *more)
@@ -301,8 +303,8 @@ class SequenceSteps:
     def cut(
         self, batch: Any, window: Window | None = None, sharers: Sharers | None = None
     ) -> tuple[SequencePart | None, Any]:
-        """Return this rank's :class:`SequencePart` and its slice of ``batch``; ``None`` and ``batch`` if that stays
-        whole. ``window``: cut only these positions out. ``sharers``: ranks with the same batch; default: the run's."""
+        """Return this rank's :class:`SequencePart` and its slice of ``batch``; ``None`` and ``batch`` if the batch is
+        not cut. ``window``: use only these positions. ``sharers``: ranks with the same batch; default: the run's."""
         sharers = sharers or self._sharers
         if sharers is None:
             return None, batch
@@ -324,7 +326,8 @@ def check_alike(batch: Any, group: SequenceGroup, key: str = "zero.sequence_para
 
 
 def _fingerprint(batch: Any) -> int:
-    """Hash a batch's shapes and its values on the host. Values on a device are skipped: the host would wait."""
+    """Return a hash of a batch's shapes and of its values on the host. Values on a device are skipped, because the host
+    would have to wait for them."""
     found = 0
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):

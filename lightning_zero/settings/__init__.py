@@ -4,8 +4,8 @@
 
     groups       the dataclasses of the groups zero/*, with the meaning of each setting
     zero_config  ZeroConfig: all groups together; made from keywords and names; settings as arguments of Python
-    functions names        ConfigError, enums of allowed values, types of settings, and sizes such as 80GB keywords
-    types of the keywords that callers from Python write; made by docs/made.py
+    names        ConfigError, enums of allowed values, and functions for types of settings and sizes such as 80GB
+    keywords     types of the keywords that callers from Python write; made by docs/made.py
 """
 
 from lightning_zero.settings import keywords as keywords

@@ -41,7 +41,7 @@ class StageConfig:
 
 
 def check_rounding(stochastic: bool, precision: Precision) -> None:
-    """Raise ConfigError for stochastic rounding without bf16 masters, because a step rounds only those."""
+    """Raise ConfigError for stochastic rounding without bf16 masters, because steps round bf16 masters only."""
     if stochastic and precision is not Precision.bf16_true:
         raise ConfigError(
             "zero.precision.stochastic_rounding: expected false (masters are fp32 and not rounded), got true with "
@@ -51,7 +51,8 @@ def check_rounding(stochastic: bool, precision: Precision) -> None:
 
 
 def check_state_dtype(state: StateDtype, precision: Precision) -> None:
-    """Raise ConfigError for bf16 optimizer state beside two-byte masters, because that saves no memory."""
+    """Raise ConfigError for bf16 optimizer state with two-byte masters, whose state has two bytes per element
+    anyway."""
     if state is StateDtype.bf16 and precision in (Precision.bf16_true, Precision.fp16_true):
         raise ConfigError(
             "zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) with "

@@ -163,8 +163,7 @@ OTHER_NAMES |= {"debug": "timeline", "summary": "enable_model_summary", "gpu": "
 
 
 def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
-    """Return the name in ``known`` that ``given`` is a synonym or, unless ``exact``, a misspelling of; None if none
-    is."""
+    """Return the name in ``known`` of which ``given`` is a synonym or, unless ``exact``, a misspelling; else None."""
     by_case = {name.lower(): name for name in sorted(known)}
     found = [name for name in (given.lower(), OTHER_NAMES.get(given.lower())) if name in by_case]
     if not found and not exact:
@@ -173,8 +172,8 @@ def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | N
 
 
 def change(prefix: str, given: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return the last sentence of a message about the unknown name ``given``: to write ``prefix`` and the nearest name
-    in ``known``; if none is near, to change ``otherwise`` (default: ``prefix`` and ``given``)."""
+    """Return the last sentence of a message about the unknown name ``given``: "Write <prefix><nearest name in known>."
+    or, if no name is near, "Change <otherwise>." (default: ``prefix`` and ``given``)."""
     close = nearest(given, known)
     return f"Write {prefix}{close}." if close else f"Change {otherwise or prefix + given}."
 
@@ -190,8 +189,7 @@ def check_installed(key: str, packages: Iterable[str]) -> None:
 
 
 def choose(group: str, name: Any) -> Any:
-    """Return the choice ``name`` of ``zero/<group>`` as an enum member. Raises ConfigError if there is no such
-    choice."""
+    """Return the choice ``name`` of ``zero/<group>`` as an enum member. Raise ConfigError if there is none."""
     enum = ROWS[group]
     if isinstance(name, enum):
         return name
@@ -214,7 +212,7 @@ else:
 
 
 def check_types(key: str, settings: Any) -> None:
-    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: its group, as ``zero.unit``."""
+    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: the group, as ``zero.unit``."""
     group = key.partition(".")[2]
     own: Any = type(settings)
     for name, kind in kinds_of(own).items():
@@ -247,7 +245,7 @@ def _taken(key: str, kind: Any, value: Any) -> Any:
 
 
 def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
-    """Return ``value`` converted to ``kind``, and words for what was expected; no words if ``value`` is valid."""
+    """Return ``value`` converted to ``kind``, and a text that says what is expected; "" if ``value`` is valid."""
     is_bool = isinstance(value, bool)
     if kind is Any:
         return value, ""  # the dataclass checks such a value itself
@@ -291,8 +289,7 @@ def positive(key: str, value: float, *, zero_ok: bool = False) -> None:
 
 
 def make_folder(key: str, folder: str | None) -> None:
-    """Create ``folder``, the value of the setting ``key``, unless it is None. Raise ConfigError if no file can be
-    written in the folder."""
+    """Create ``folder``, unless it is None. Raise ConfigError about ``key`` if no file can be written in the folder."""
     if folder is None:
         return
     try:

@@ -161,7 +161,7 @@ class ZeroConfig:
 
     @property
     def splits(self) -> str:
-        """Return the keys, with their values, that split parameters among ranks; empty: none does."""
+        """Return the settings that split parameters among ranks, as ``key=value``; "" if there are none."""
         found = {key: getattr(self, key) for key in ("tensor_parallel", "expert_parallel")}
         return ", ".join(f"zero.{key}={size}" for key, size in found.items() if size > 1)
 
@@ -271,12 +271,12 @@ def offload_row_path(name: Offload) -> str | None:
 
 
 def is_decided(config: ZeroConfig) -> bool:
-    """Return whether the stage is given, and not ``auto``."""
+    """Return whether the stage is not ``auto``."""
     return config.stage.name is not Stage.auto
 
 
 def check_decided(config: ZeroConfig) -> None:
-    """Raise ConfigError for settings that need a Trainer: ``stage=auto``, and what is counted in its steps."""
+    """Raise ConfigError for settings that need a Trainer: ``stage=auto``, and settings that act on its whole steps."""
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "
@@ -313,7 +313,7 @@ def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Sta
 
 
 def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
-    """List the pairs (stage, offload settings) from which ``auto`` chooses; none uses files without a folder."""
+    """List the pairs (stage, offload settings) from which ``auto`` chooses. Without a folder, none uses files."""
     given = config.offload
     path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     found = []
@@ -432,8 +432,8 @@ def _literal(value: str) -> str:
 
 @contextlib.contextmanager
 def names_arguments(config: ZeroConfig | None = None) -> Iterator[None]:
-    """Let a ConfigError of the body name settings as arguments, unless the caller has given them as a ``config``, as an
-    app with Hydra does."""
+    """If the body raises ConfigError, write settings in the message as Python arguments, unless the caller gave all
+    settings as ``config``, as an app with Hydra does."""
     try:
         yield
     except ConfigError as error:

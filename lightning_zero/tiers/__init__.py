@@ -1,12 +1,12 @@
-"""Hold values off the device, in tiers: host memory or files. A tier moves bytes; its callers decide which and when.
+"""Hold values off the device, in a tier: host memory or files. A tier copies values; callers decide which and when.
 
 ::
 
-    extents  an extent is the space of one tensor on a tier
+    extents  describes the space of one tensor on a tier (an extent)
     host     pinned slabs          pages    aligned and pinned memory, staging buffers
                                    pinned   pinned memory of a fixed size, for transfers
     nvme     files                 aio      O_DIRECT reads and writes
-                                   claims   which rank uses which file
-    limits   memory and cores that this process may still take
-    remote   files and folders in object stores, of checkpoints and first values
+                                   claims   locks the file of each rank
+    limits   reads how much memory and how many cores this process may still take
+    remote   files and folders in object stores, for checkpoints and pretrained models
 """

@@ -1,9 +1,9 @@
-"""Read and write files by a few threads, past the page cache.
+"""Read and write files with several threads and O_DIRECT, without the page cache.
 
-O_DIRECT needs file offsets, lengths and memory addresses that are multiples of the device's block (else EINVAL), as
-multiples of ``PAGE`` are. The threads of a file share each request (``preadv`` and ``pwritev`` release the GIL)::
+O_DIRECT needs file offsets, lengths and memory addresses that are multiples of the device's block size (else EINVAL).
+Multiples of ``PAGE`` are. The threads of a file divide each request (``preadv`` and ``pwritev`` release the GIL)::
 
-    read(offset, buffer)   | piece 0 | piece 1 | piece 2 | piece 3 |     a future; done when the last piece is
+    read(offset, buffer)   | piece 0 | piece 1 | piece 2 | piece 3 |     the future is done after the last piece
     threads                    t0        t1        t2        t3
 """
 
@@ -38,12 +38,12 @@ _OTHER_HINT = "Check the folder, or choose another zero.offload.nvme_path."
 
 
 class DiskError(OSError):
-    """Raised when a read, write or allocation fails for good. The message names file, cause and remedy."""
+    """Raised when an operation on a file fails and is not retried again. The message names file, cause and remedy."""
 
 
 @dataclass(slots=True)
 class Syscalls:
-    """The system calls of a :class:`DiskFile`. Tests replace them by failing ones."""
+    """The system calls that a :class:`DiskFile` uses. Tests replace them by functions that fail."""
 
     open: Callable[..., int] = os.open
     preadv: Callable[[int, list[memoryview], int], int] = os.preadv
@@ -53,8 +53,8 @@ class Syscalls:
 
 
 class Joined:
-    """One ``future`` for several parts of a request: done when the last part is, with the first error. An error does
-    not end the future early: the caller would reuse the buffer while threads of other parts still use it."""
+    """Combines ``parts`` parts of a request in one ``future``, which is done, with the first error, when all parts are
+    done. An error does not end the future early: the caller would reuse the buffer while other parts still use it."""
 
     def __init__(self, parts: int) -> None:
         self.future: Future[Any] = Future()
@@ -80,7 +80,8 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a request, for one thread. ``write``: copy ``memory`` to byte ``offset`` of the file; else from it."""
+    """A part of a request, for one thread: write ``memory`` at byte ``offset`` of the file if ``write``, else read into
+    ``memory`` from there. ``label``: the request's name in errors."""
 
     write: bool
     offset: int
@@ -99,8 +100,9 @@ def _warn_once(folder: str) -> None:
 
 
 class DiskFile:
-    """A scratch file, which grows by :meth:`grow`. An older file of that name is emptied. Reads and writes bypass the
-    page cache; if the file system cannot, warns once per folder. Raises DiskError if the file cannot be made."""
+    """A scratch file at ``path``, empty until :meth:`grow` is called; an existing file is truncated. Reads and writes
+    bypass the page cache; if the file system does not support this, a warning is shown once per folder. The constructor
+    raises DiskError if the file cannot be opened."""
 
     def __init__(self, path: str | os.PathLike[str], *, threads: int = 4, syscalls: Syscalls | None = None) -> None:
         self.path = os.fspath(path)
@@ -133,7 +135,7 @@ class DiskFile:
         self.nbytes = wanted
 
     def shrink(self, nbytes: int) -> None:
-        """Free the disk space behind the file's first ``nbytes`` (rounded up to pages). Nothing may use that space."""
+        """Truncate the file to ``nbytes`` (rounded up to pages). Requests in flight must not use the removed space."""
         wanted = round_up(nbytes, PAGE)
         if wanted < self.nbytes:
             os.ftruncate(self._fd, wanted)
@@ -177,8 +179,8 @@ class DiskFile:
         return fd
 
     def _open_direct(self, flags: int) -> int | None:
-        """Open the file with O_DIRECT and return its descriptor; None if the file system does not support that. Try one
-        write too: some file systems accept the flag and refuse every write."""
+        """Open the file with O_DIRECT and return its descriptor; None if the file system does not support O_DIRECT. Try
+        one write too, because some file systems accept the flag and refuse every write."""
         try:
             fd = self.syscalls.open(self.path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
@@ -226,7 +228,7 @@ class DiskFile:
             joined.part_done()
 
     def _move(self, piece: _Piece) -> None:
-        """Read or write all of ``piece``: continue after calls that moved only a part; retry after temporary errors."""
+        """Read or write all bytes of ``piece``, and retry after temporary errors. Raises DiskError if this fails."""
         call = self.syscalls.pwritev if piece.write else self.syscalls.preadv
         done = failures = 0
         while done < piece.memory.nbytes:

@@ -26,7 +26,7 @@ LOCKS: set[int] = set()  # descriptors that this process has locked
 
 
 def _close_in_child() -> None:
-    """Close lock files in a forked child. Otherwise a data loader's worker would keep the locks of a dead trainer."""
+    """Close lock files in a forked child. Otherwise a data loader's worker would keep the locks of a dead parent."""
     while LOCKS:
         os.close(LOCKS.pop())
 
@@ -35,8 +35,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Claim:
-    """A rank's lock on its file in a folder. :meth:`release` removes the lock file while it is locked. A process that
-    locks the removed file afterwards notices by the file's inode."""
+    """A lock on the file ``rank_name`` in ``folder``, held until :meth:`release`, which removes the lock file while it
+    is locked; a process that then locks the removed file notices by the file's inode. The constructor raises
+    BlockingIOError if another process holds the lock for ``wait_s`` seconds."""
 
     def __init__(self, folder: Path, rank_name: str, syscalls: Syscalls, wait_s: float) -> None:
         self._path = folder / f"{rank_name}.lock"
@@ -138,8 +139,8 @@ def claim_file(path: Path, folder: Path, rank_name: str, syscalls: Syscalls) -> 
 
 
 def remove_leftovers(folder: Path, own: str, syscalls: Syscalls) -> None:
-    """Remove, with a warning, the offloaded files of dead ranks from ``folder``: those that no rank has locked, and the
-    file ``own`` (a name without suffix), which the caller has locked and will make anew."""
+    """Remove, with a warning, the offloaded files of dead ranks from ``folder``: all files that no rank has locked, and
+    the file ``own`` (a name without suffix), which the caller has locked and will create again."""
     count = nbytes = 0
     for file in sorted(folder.glob("rank*.bin")):
         with contextlib.suppress(OSError):  # locked: its rank lives

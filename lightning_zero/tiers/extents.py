@@ -35,7 +35,7 @@ class Extent:
         return self.numel * self.dtype.itemsize
 
     def check(self, tensor: Tensor) -> None:
-        """Raise ValueError if ``tensor`` cannot be copied to or from this extent."""
+        """Raise ValueError unless ``tensor`` is a contiguous host tensor with this extent's dtype and numel."""
         fits = tensor.dtype is self.dtype and tensor.numel() == self.numel and tensor.device.type == "cpu"
         if not fits or not tensor.is_contiguous():
             raise ValueError(
@@ -45,7 +45,7 @@ class Extent:
 
 
 def lay_out(wanted: Sequence[Wanted], base: int, align: int) -> tuple[list[Extent], int]:
-    """Make adjacent extents from byte ``base`` on, each padded to ``align`` bytes. Return extents and total bytes."""
+    """Return extents for ``wanted`` from byte ``base`` on, each padded to a multiple of ``align``, and total bytes."""
     extents, total = [], 0
     for label, numel, dtype in wanted:
         extents.append(Extent(label, numel, dtype, base + total))

@@ -1,4 +1,4 @@
-"""Host memory as a tier: slabs of exactly the bytes that are asked for."""
+"""A tier in host memory, allocated in slabs of exactly the requested size."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Slab:
 
 
 class HostTier:
-    """A tier in host memory, pinned if there is a GPU. Each :meth:`reserve` takes one slab of exact size. Thread-safe.
-    ``budget``: bytes that the tier may hold; None: as many as ``available`` returns."""
+    """A tier in host memory, pinned if there is a GPU. Each :meth:`reserve` allocates one slab. Thread-safe.
+    ``budget``: bytes that the tier may hold; None: each slab may take as many bytes as ``available`` returns."""
 
     def __init__(
         self,
@@ -47,7 +47,8 @@ class HostTier:
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
-        """Reserve one slab for ``wanted`` and return its extents. ConfigError if memory or budget does not suffice."""
+        """Allocate one slab and return an extent in it for each tensor in ``wanted``. Raises ConfigError if memory or
+        budget is too small."""
         extents, total = lay_out(wanted, 0, HOST_ALIGN)
         # Hold the lock to the end: two threads that only look could both find the same memory free.
         with self._lock:

@@ -1,4 +1,4 @@
-"""Read how much memory and how many cores this process may still take: the least limit of machine and cgroups."""
+"""Read how much memory and how many cores this process may still take, by the limits of machine and cgroups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 def available_host_memory(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process may still take: the minimum of MemAvailable and of limit minus
-    usage of its cgroup (v1 or v2) and of each parent cgroup. Page cache counts as available. Tests pass a ``root``."""
+    usage of its cgroup (v1 or v2) and of each parent cgroup. Page cache counts as available. ``root``: the root of the
+    file system, which tests replace."""
     bounds = [_fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024]
     for line in lines_of(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -30,7 +31,8 @@ def free_swap() -> int:
 
 
 def available_cpus(root: Path = Path("/")) -> int:
-    """Return the cores that this process may use, by affinity and cgroup quotas (v2). Tests pass a ``root``."""
+    """Return the number of cores that this process may use, by affinity and cgroup quotas (v2). ``root``: the root of
+    the file system, which tests replace."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for line in lines_of(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -1,5 +1,5 @@
-"""A tier in files: one preallocated file per rank, past the page cache. One thread passes pieces of the values to the
-disk in order, through a ring of buffers of fixed size::
+"""A tier in files: one preallocated file per rank, used without the page cache. One thread starts the transfers, in
+order and in pieces, through a ring of buffers of fixed size::
 
     stage_out : value --copy--> [ring buffer] --write--> file
     stage_in  : file  --read--> [ring buffer] --copy---> out
@@ -140,8 +140,8 @@ class NvmeTier:
         return self._stage(extent, value, write=True)
 
     def write_behind(self, extent: Extent, value: Tensor) -> Future[Any]:
-        """Wait for the write that this method started last, then start :meth:`stage_out`. If that write fails, the next
-        read of the extent raises its error too."""
+        """Wait until the previous write of this method ends, then start to write ``value`` as :meth:`stage_out` does,
+        and return the future. If the new write fails, the next read of ``extent`` raises the error too."""
         with self._behind:
             if self._last_behind is not None and not self._last_behind.is_set():
                 with recording.waiting("disk", extent.label, on_host=True):
@@ -164,12 +164,13 @@ class NvmeTier:
                 self._regions.give_back(extent.offset, extent.offset + size)
 
     def trim(self) -> None:
-        """Give the unused end of the file back to the disk."""
+        """Truncate the file after the last extent, to free disk space."""
         with self._lock:
             self._file.shrink(self._regions.end)
 
     def close(self) -> None:
-        """Wait for operations in flight and remove the file. Errors stay in the futures. A second call does nothing."""
+        """Wait for operations in flight, whose futures raise their errors, and remove the file. A second call does
+        nothing."""
         if self._closed:
             return
         self._closed = True
@@ -266,7 +267,7 @@ def _copy(out: Tensor, value: Tensor) -> None:
 
 
 def _in_place(tensor: Tensor) -> bool:
-    """Return whether the disk can use the tensor's memory without the ring: aligned, and of whole pages."""
+    """Return whether requests can use the tensor's memory without the ring: it is page-aligned and of whole pages."""
     return tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0
 
 

@@ -1,10 +1,9 @@
 """Page-aligned host memory from ``mmap``, and a ring of staging buffers in it. O_DIRECT needs addresses that are
-multiples of the device's block, as multiples of ``PAGE`` are.
+multiples of the device's block size; multiples of ``PAGE`` are.
 
 A forked child (a data loader's worker) sees zeros in place of these pages (MADV_WIPEONFORK). If they were shared, a
 transfer in flight could write to the child's copy (open(2), notes on O_DIRECT), and pinned pages would be copied.
-MADV_DONTFORK crashed: the child may map other memory at these addresses, which its copy of the mmap object unmaps.
-"""
+MADV_DONTFORK crashed: the child may map other memory at these addresses, which its copy of the mmap object unmaps."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ _MADV_WIPEONFORK = 18  # linux/mman.h; Python's mmap has no name for it
 
 
 class HostPages:
-    """Page-aligned host memory of exactly ``nbytes``, freed with the last tensor on it. If ``accelerator`` is a GPU,
-    the pages are pinned until :meth:`close`. ``bytes``: the memory as a tensor uint8 [nbytes]. Raises ConfigError if
-    the pages cannot be pinned, OSError if there is no address space."""
+    """Page-aligned host memory of exactly ``nbytes``, freed when no tensor uses it. If ``accelerator`` is a GPU, the
+    pages are pinned until :meth:`close`. ``bytes``: the memory as a tensor uint8 [nbytes]. The constructor raises
+    ConfigError if the pages cannot be pinned, OSError if there is no address space."""
 
     def __init__(self, nbytes: int, accelerator: Accelerator = HOST) -> None:
         self.nbytes, self.accelerator = nbytes, accelerator
@@ -120,8 +119,8 @@ class StagingRing:
         self._lent: dict[int, str] = {}
 
     def acquire(self, label: str = "") -> StagingBuffer:
-        """Wait for a free buffer and return it. ``label``: its user. After ``timeout_s`` seconds raises RuntimeError,
-        with the labels of all users."""
+        """Wait for a free buffer and return it. ``label`` names the buffer's user. If no buffer is free for
+        ``timeout_s`` seconds, raises RuntimeError with the labels of all users."""
         try:
             index = self._free.get(timeout=self._timeout_s)
         except Empty:
@@ -135,7 +134,7 @@ class StagingRing:
         return StagingBuffer(self, index, label)
 
     def close(self) -> None:
-        """Free the memory. Raises RuntimeError if a buffer is still in use."""
+        """Free the memory of all buffers. Raises RuntimeError if a buffer is still in use."""
         if self._lent:
             raise RuntimeError(f"staging buffers are still held by {sorted(self._lent.values())}")
         self.pages.close()

@@ -1,5 +1,5 @@
-"""Copy between a device and unpinned host memory or files, through pinned buffers of a fixed size. They are allocated
-at first use and reused, because pinning takes longer than a copy. Without a GPU nothing is pinned."""
+"""Copy between a device and unpinned host memory or files, through pinned buffers of a fixed size. The buffers are
+allocated at first use and reused, because pinning takes longer than a copy. Without a GPU nothing is pinned."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ class PinnedPair(_Pinned):
         super().__init__(accelerator, 2 * PAIR_NBYTES)
 
     def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return a tensor [numel], up to ``PAIR_NBYTES``, for piece number ``turn``: the two buffers take turns."""
+        """Return a tensor [numel] of at most ``PAIR_NBYTES`` in the first buffer if ``turn``, the number of the piece,
+        is even, else in the second buffer."""
         return self._taken().tensor(turn % 2 * PAIR_NBYTES, dtype, numel)
 
 
 class Sender(PinnedPair):
-    """Copies unpinned host memory to the device, with a cast on the host. Only the calling thread waits for that."""
+    """Copies unpinned host memory to the device, cast on the host to the target's dtype. Only the caller waits."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
@@ -77,7 +78,7 @@ class Sender(PinnedPair):
 
 
 class Landing:
-    """Adds an engine's gradients of further micro-batches, in a thread, to those of earlier ones in host memory.
+    """Adds gradients of later micro-batches, in a thread, to the gradients of earlier micro-batches in host memory.
 
     ::
 
@@ -85,7 +86,8 @@ class Landing:
         d2h    :              [piece 1][piece 2][piece 3]...      into two pinned buffers by turns
         thread :                       [add 1]  [add 2]  [add 3]
 
-    `asked_norms` and `asked_finite` note which norms callers have asked for, and whether they need the finite check."""
+    `asked_norms` holds the norm types that callers have asked for, `asked_finite` whether they need the finite check.
+    """
 
     def __init__(self, streams: Streams, threads: int) -> None:
         """`threads`: how many threads torch's kernels use inside the thread that adds gradients."""
@@ -98,13 +100,14 @@ class Landing:
         self._under_way: deque[tuple[Future[None], Tensor]] = deque()
 
     def compute_asked(self, grad: Tensor) -> tuple[dict[float, Tensor], Tensor | None]:
-        """Compute on the device the norms (by norm type) and finite check of `grad` that callers asked for earlier."""
+        """Compute on the device, and return, the norms of `grad` by norm type and whether `grad` is finite: only what
+        callers have asked for earlier (else no norms, and None)."""
         wide = torch.promote_types(grad.dtype, torch.float32)
         norms = {kind: torch._foreach_norm([grad], kind, dtype=wide)[0] for kind in sorted(self.asked_norms)}
         return norms, torch.isfinite(grad).all() if self.asked_finite else None
 
     def add(self, reduced: Tensor, target: Tensor) -> Future[None]:
-        """Add `reduced` [n], on the device, to pinned `target` [n] in a thread. Both are in use until the future ends.
+        """Add `reduced` [n], on the device, to pinned `target` [n] in a thread that uses both until the future is done.
 
         Earlier copies to `target` must have been queued before this call."""
         # Device memory is kept until this thread knows that the add has ended. The wait bounds how much is kept.
@@ -161,8 +164,9 @@ class ReadAhead(_Pinned):
         self._lock = threading.Lock()
 
     def take_buffer(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Callable[[Any], None]]:
-        """Return memory [numel] to read a file into, and a function. Call the function with the copy's event, once the
-        copy to the device is queued. If no buffer is free, or the read is small, the memory is new and temporary."""
+        """Return host memory [numel] to read a file into, and a function that gives the memory back. Queue the copy to
+        the device, then call the function with an event recorded after the copy. If no buffer is free, or the read is
+        small, the memory is allocated for this call."""
         nbytes = numel * dtype.itemsize
         with self._lock:
             if not self._free or nbytes * 4 < self._nbytes:

@@ -1,16 +1,15 @@
 """Checkpoint folders in object stores, such as ``s3://bucket/last.ckpt``, by fsspec.
 
-Object stores have no rename, but an object appears whole, when its upload ends, and a put of one object is atomic. So a
-save gives its objects names that no other save has, and the index is its commit::
+Object stores have no rename, but an object appears when its upload is complete, and replacing one object is atomic. So
+a save gives its objects new names, and writing the index, which has these names, makes the checkpoint valid::
 
     last.ckpt/__0_5f0c.distcp, __1_5f0c.distcp      each by its rank, a multipart upload
     last.ckpt/meta_5f0c.pt
-    last.ckpt/.metadata                             names the objects above: only now is the checkpoint the new one
-    last.ckpt/meta.pt                               for other readers; ours follow the index
+    last.ckpt/.metadata                             the index of the objects above: now the new checkpoint is valid
+    last.ckpt/meta.pt                               for other readers; this package reads the name in the index
     last.ckpt/__0_91ab.distcp, ...                  of the older checkpoint: removed
 
-A killed save leaves objects that no index names. The next save to the same address removes them.
-"""
+A killed save leaves objects that no index names. The next save to the same address removes them."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _PARTS = 5000  # of an upload; S3 allows 10,000
 
 
 class RemotePath:
-    """A file or folder at an address of fsspec, with those methods of a Path that checkpoints need."""
+    """A file or folder at the address ``url`` of fsspec, with the methods of a Path that checkpoints need."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -53,7 +52,7 @@ class RemotePath:
 
     @property
     def _place(self) -> tuple[Any, str]:
-        """Return the file system, without listings from before, as other processes write too; and the key in it."""
+        """Return the fsspec file system, its cache cleared because other processes write too, and this path's key."""
         fs, key = url_to_fs(self._url)
         fs.invalidate_cache()
         return fs, key
@@ -86,13 +85,13 @@ class RemotePath:
         fs.rm_file(key)
 
     def remove_folder(self) -> None:
-        """Remove the objects in this folder, the index first, so that a killed process leaves no checkpoint."""
+        """Remove the objects in this folder, the index first, so that the index never names missing objects."""
         for path in sorted(self.iterdir(), key=lambda path: path.name != INDEX):
             path.unlink()
 
     def open(self, mode: str, nbytes: int = 0, **options: Any) -> Any:
-        """Open the file to read ranges, small ones by blocks that are kept; or to upload about ``nbytes`` bytes. An
-        uploaded file appears at its close."""
+        """Open the file: with ``mode`` "rb" to read ranges, with a cache of blocks for small ranges; with "wb" to
+        upload about ``nbytes`` bytes. An uploaded file appears in the store when it is closed."""
         fs, key = self._place
         if mode == "rb":
             size, blocks = int(fs.size(key)), lru_cache(_BLOCKS)(lambda n: _read(fs, key, n * _MIB, (n + 1) * _MIB))
@@ -108,7 +107,8 @@ class RemotePath:
 
     @contextlib.contextmanager
     def uploading(self, nbytes: int) -> Iterator[Upload]:
-        """Let the body write about ``nbytes`` bytes to the file, which appears at the end, or not at all."""
+        """Yield an upload of about ``nbytes`` bytes to this file. The file appears in the store when the body ends; if
+        the body fails, it does not appear."""
         upload: Upload = self.open("wb", nbytes, autocommit=False)
         try:
             yield upload
@@ -150,7 +150,7 @@ class Ranges(io.RawIOBase):
 
 
 class Upload:
-    """A file whose large writes are cut, because fsspec keeps all that one write hands over."""
+    """A file of fsspec for uploads. Divides large writes, because fsspec keeps all bytes of a write in memory."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -189,12 +189,13 @@ def place(path: str | os.PathLike[str] | RemotePath) -> Place:
 
 
 def names_in(folder: Place) -> list[str]:
-    """Return the names of what lies in ``folder`` itself."""
+    """Return the sorted names of the files and folders that are directly in ``folder``."""
     return sorted({os.path.relpath(str(path), str(folder)).partition("/")[0] for path in folder.iterdir()})
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is a folder. In an object store a name can be both: without an index it is the file."""
+    """Return whether ``path`` is a folder. In an object store a file and a folder can have the same name; the folder
+    then counts only if it has a checkpoint's index."""
     found = place(path)
     if not isinstance(found, RemotePath) or str(path).startswith("http"):
         return isinstance(found, Path) and found.is_dir()

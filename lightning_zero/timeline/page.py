@@ -61,7 +61,7 @@ def lanes_of(rank: int, spans: Iterable[Span]) -> RankLanes:
 
 
 def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]:
-    """Choose the ranks to show: all if they have at most ``most`` bars in all, else as many as fit.
+    """Choose the ranks to show: all ranks if they have at most ``most`` bars together, else as many ranks as fit.
 
     Rank 0 is chosen first. Then come, in turns, the ranks whose compute waits least (others wait for them) and most.
     """

@@ -30,7 +30,8 @@ from typing import Any
 
 
 def adapt(objects: Iterable[Any], ours: tuple[type, ...]) -> None:
-    """Give each object a subclass of its class and of those classes in ``ours`` that extend one of its base classes."""
+    """Change the class of each object to a new subclass of the object's class and of each class in ``ours`` whose base
+    class the object is an instance of."""
     for thing in objects:
         wanted = tuple(c for c in ours if isinstance(thing, c.__bases__) and not isinstance(thing, c))
         if wanted:

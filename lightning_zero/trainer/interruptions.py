@@ -37,14 +37,15 @@ _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """Raised on all ranks between two steps to end the run after a signal, and after the save that the signal needs."""
+    """Raised on all ranks between two steps to end the run because of a signal, after a save if the signal asks for
+    one."""
 
 
 class Interruptions:
-    """Answers signals between two steps. A handler only notes the signal; at each step boundary all ranks agree on it.
+    """Answers signals between two steps. A handler only notes its signal; ranks exchange noted signals after each step.
 
-    Lightning saves and broadcasts inside handlers, so that ranks at different steps would mix up their collectives.
-    Here a signal to one rank suffices, and ranks agree by one small message per step::
+    Lightning saves and broadcasts inside handlers, where ranks may be at different steps and mix up their collectives.
+    Here a signal to one rank suffices, and ranks exchange one small message per step::
 
         signal             training                                                only evaluating
         requeue_signal     save, requeue, exit (SLURM only)                        requeue
@@ -55,8 +56,8 @@ class Interruptions:
 
     Args:
         saves_on_sigterm: whether to save on SIGTERM outside of SLURM too.
-        save_every_s: least number of seconds between periodic saves; None: no periodic saves. Saves are less frequent
-            if they would take more than :data:`SAVING_SHARE` of the time.
+        save_every_s: least number of seconds between periodic saves; None: no periodic saves. Saves become less
+            frequent if saving would take more than :data:`SAVING_SHARE` of the run's time.
     """
 
     def __init__(
@@ -125,16 +126,15 @@ class Interruptions:
         return 0 if self._on_slurm else TERMINATED
 
     def before_batch(self) -> None:
-        """Answer signals if the next batch is the first of the batches whose gradients a step accumulates.
-        Collective."""
+        """Call :meth:`at_boundary`, unless a step is still accumulating gradients. Collective."""
         loop = self._loop
         first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         if first_of_window and not loop.restarting:  # leaving inside a window would lose accumulated gradients
             self.at_boundary()
 
     def at_boundary(self, *, last: bool = False) -> None:
-        """After a step, save if a periodic save is due, and answer a signal that any rank got: raise Left on all ranks,
-        after a save if the signal asks for one. Also raise the error of a failed background save. Collective.
+        """Between two steps, save if a periodic save is due, and answer a signal that any rank got: raise Left on all
+        ranks, after a save if the signal asks for a save. Raise the error of a failed background save. Collective.
 
         ``last``: training has ended, so no periodic save is needed.
         """
@@ -151,8 +151,8 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """Answer ``asked``, a signal or due save: save, raise Left or both. In ``at`` loops can be saved.
-        Collective."""
+        """Save, raise Left, or both, as ``asked`` (a signal, or _SAVE: a periodic save is due) requires. ``at``:
+        context manager in which the Trainer's loops are ready to be saved. ``saves``: whether to save. Collective."""
         self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
             if saves:
@@ -169,11 +169,11 @@ class Interruptions:
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
-        """In the body, give the Trainer's loops the state in which Lightning saves. After an exception the loops keep
-        this state.
+        """During the body, give the Trainer's loops the counts that they have when Lightning saves. If the body raises,
+        the loops keep these counts.
 
-        Lightning saves before it counts a step for loggers, and adds that step when it loads, so the body sees one step
-        less. A batch that is counted as fetched but not begun tells Lightning that earlier validations are done.
+        Lightning saves before it counts a step for loggers, and adds that step on load, so loops count one step less in
+        the body. They count one more batch as fetched: on load Lightning then knows that earlier validations are done.
         """
         loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
         loop.batch_progress.increment_ready()
@@ -223,8 +223,8 @@ class Interruptions:
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)
 
     def _requeue(self) -> bool:
-        """Ask SLURM or the job's script to run the job again. Return whether it will; ranks other than 0 return
-        True."""
+        """Ask SLURM or the job's script to run the job again. Return whether the request succeeded; always True on
+        ranks other than 0, which do not ask SLURM."""
         if write_outcome(REQUEUE) or not self._trainer.is_global_zero:
             return True
         job = os.environ["SLURM_JOB_ID"]
@@ -241,8 +241,9 @@ class Interruptions:
 
 
 def repair_counts(trainer: pl.Trainer) -> None:
-    """Subtract a fetched but never trained batch from the count of batches that ``val_check_interval`` depends on, and
-    set the accumulation of the epoch, which Lightning does not do in the middle of one."""
+    """When a run resumes, subtract a batch that was fetched but never trained from the count of batches that
+    ``val_check_interval`` uses. Also let GradientAccumulationScheduler set the current epoch's
+    ``accumulate_grad_batches``, which Lightning does only when an epoch begins."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
             callback.on_train_epoch_start(trainer)
@@ -252,7 +253,8 @@ def repair_counts(trainer: pl.Trainer) -> None:
 
 
 def step_plateau_schedulers(trainer: pl.Trainer) -> None:
-    """Let ReduceLROnPlateau schedulers step after a resumed epoch if their metric was logged: Lightning does not."""
+    """Let ReduceLROnPlateau schedulers step at the end of a resumed epoch if all metrics that they monitor were logged.
+    Lightning alone would skip the step."""
     loop = trainer.fit_loop
     monitors = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == "epoch"]
     if loop.restarting and monitors and all(monitor in trainer.callback_metrics for monitor in monitors):
@@ -260,13 +262,13 @@ def step_plateau_schedulers(trainer: pl.Trainer) -> None:
 
 
 def failed_on_all_ranks(error: Exception) -> bool:
-    """Return whether ``error`` comes from a save that raised on all ranks, so that all of them can go on."""
+    """Return whether ``error`` comes from a save that failed on all ranks, so that all ranks can continue training."""
     return ON_ALL_RANKS in error.__dict__
 
 
 def note_failure(error: BaseException) -> None:
-    """Note, for the job's script, that this rank raised ``error`` before anything was trained. Do not note errors about
-    another rank, a message, a device or a file system, which may not occur again when the job is restarted."""
+    """Note for the job's script, which may restart the job, that this rank raised ``error`` before training any step.
+    Errors about another rank, a message, a device or a file system are not noted, because a restart may avoid them."""
     others = PeerError, StallError, StartError, FailedElsewhereError, dist.DistError, torch.AcceleratorError, OSError
     own = isinstance(error, FileNotFoundError) or not (isinstance(error, others) or is_broken_connection(error))
     if isinstance(error, Exception) and own:
@@ -274,8 +276,8 @@ def note_failure(error: BaseException) -> None:
 
 
 def refuse_lonely_save(engine: Engine) -> None:
-    """While an exception is handled, raise RuntimeError unless all ranks call this within :data:`MEET_S`, because a
-    save by only some ranks would hang: see [Note: what a rank does when another dies]."""
+    """If an exception is being handled, raise RuntimeError unless all ranks call this function within :data:`MEET_S`
+    seconds, because a save by only some ranks would hang: see [Note: what a rank does when another dies]."""
     if sys.exc_info()[0] is None:
         return
     missing = engine.comm.waits.missing_here(MEET_S)
@@ -291,8 +293,8 @@ _STEPS = 2**40  # more than any run has; an earlier step is a larger finding
 
 
 class NotFinite:
-    """Checks losses and gradient norms of steps once their copies have reached the host. The host never waits for a
-    copy. Ranks exchange their findings in the message about signals."""
+    """Checks whether losses and gradient norms are finite once copies of them have reached the host, without waiting
+    for the copies. Ranks exchange what they found in :meth:`Interruptions.at_boundary`."""
 
     def __init__(self, trainer: Any, engine: Engine) -> None:
         self._trainer, self._streams = trainer, engine.comm.streams
@@ -305,7 +307,8 @@ class NotFinite:
         self._said = False
 
     def note(self, number: Tensor, *, is_norm: bool = False) -> None:
-        """Note a loss of this rank, or a norm, of the step that is being made."""
+        """Begin to copy ``number`` to the host to check it later: this rank's loss in the current step or, if
+        ``is_norm``, the gradient norm. Numbers with dimensions are ignored."""
         # Norms that overflow are skipped, and with a loss scale the first ones do.
         matters = not self._said and not (is_norm and self._skips)
         if number.dim() == 0 and (matters or is_norm):
@@ -314,7 +317,7 @@ class NotFinite:
             self._coming.append((finding * matters, is_norm, *self._streams.to_host(number.detach())))
 
     def _take(self) -> None:
-        """Look at the numbers that have come."""
+        """Check numbers whose copies have reached the host. Keep the newest norm and the first non-finite number."""
         while self._coming and ((event := self._coming[0][3]) is None or self._streams.accelerator.is_over(event)):
             finding, is_norm, number, _ = self._coming.pop(0)
             if is_norm:
@@ -324,18 +327,19 @@ class NotFinite:
 
     @property
     def found(self) -> int:
-        """Return this rank's first finding whose number has come, which says step and rank; 0: none."""
+        """Return the step and rank of this rank's first NaN or infinite number, encoded as an integer that is larger
+        for earlier steps; 0: none so far."""
         self._take()
         return self._found
 
     @property
     def norm(self) -> float | None:
-        """Return the last norm by which gradients were clipped, of those that have come; None: none has."""
+        """Return the newest gradient norm, noted when clipping, whose copy has reached the host; None if none has."""
         self._take()
         return self._norm
 
     def say(self, finding: int) -> None:
-        """Warn of the first ``finding`` of all ranks."""
+        """Warn, once per run, of the step and rank in ``finding``, the largest :attr:`found` of all ranks (0: none)."""
         if not finding or self._said:
             return
         self._said, self._found = True, 0

@@ -53,14 +53,14 @@ _THREADS = "OMP_NUM_THREADS"
 
 
 def threads_of(processes: int) -> int:
-    """Return how many threads Lightning gives each of ``processes`` processes on this host: an equal share of cores."""
+    """Return how many threads Lightning gives each of ``processes`` processes on this host: its share of the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes)
 
 
 def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
-    """Return whether this is a notebook that trains in its own process, alone. Raise ConfigError if ``processes`` > 1,
-    because a notebook has no script that other processes could run."""
+    """Return whether this process is a notebook that trains without other processes. Raise ConfigError if this is a
+    notebook and ``processes`` > 1, because a notebook has no script that other processes could run."""
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if not is_interactive or environment.creates_processes_externally:
         return False
@@ -80,8 +80,8 @@ class Forking:
 
     @contextlib.contextmanager
     def _fit_to_fork(self, trains: bool = True) -> Iterator[None]:
-        """Raise ConfigError if processes forked in the body could not train. Give each process a single thread if
-        several threads would hang."""
+        """Raise ConfigError if processes forked in the body could not work. If a forked process would hang with several
+        threads, give each one thread. ``trains``: whether forked processes compute backwards."""
         _refuse_fork(trains)
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)
@@ -139,7 +139,8 @@ class ForkLauncher(Forking, ForkingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
-        """Return rank 0's results; None on other ranks. After a fit, write all ranks' weights to a file. Collective."""
+        """Return rank 0's results; None on other ranks. After a fit, the results name a file, written here, with the
+        weights of the whole model. Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
         first = self._strategy.local_rank == 0
@@ -164,12 +165,12 @@ def _names_as_given(trainer: pl.Trainer | None) -> contextlib.AbstractContextMan
 
 
 class NoCheckpointError(ConfigError, FileNotFoundError):
-    """Raised if the checkpoint to load does not exist. Also a FileNotFoundError, which Lightning raises in this
-    case."""
+    """Raised if the checkpoint to load does not exist. Also a FileNotFoundError, which Lightning raises then."""
 
 
 def _check_folders(trainer: pl.Trainer) -> None:
-    """Raise ConfigError if a fit would save to an object store in which this process cannot write."""
+    """Raise ConfigError if a fit would save to a folder in an object store, and this process cannot write there or a
+    ModelCheckpoint with ``save_last="link"`` would create links there."""
     strategy: Any = trainer.strategy
     writes = strategy.config.checkpoint.name is CheckpointFormat.sharded or rank_zero_only.rank == 0  # type: ignore[attr-defined]
     if trainer.state.fn != TrainerFn.FITTING or not writes:
@@ -199,7 +200,8 @@ def _check_folders(trainer: pl.Trainer) -> None:
 
 
 def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Raise ConfigError if ``function``, such as the body of ``Trainer.fit``, would load a file that is not there."""
+    """Raise NoCheckpointError if ``function`` (such as the body of ``Trainer.fit``), called with ``args`` and
+    ``kwargs``, would load a local checkpoint that does not exist."""
     path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
     if path is None or not is_local(path) or not writes_files(trainer.strategy.checkpoint_io):
         return
@@ -211,8 +213,8 @@ def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: A
 
 
 def _with_last(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of ``function``. If a ModelCheckpoint saves to an object store, replace ``ckpt_path="last"``
-    by an address: Lightning would find no checkpoint there, and would begin a new run."""
+    """Return ``args`` and ``kwargs`` of ``function``. If a ModelCheckpoint saves to an object store, replace
+    ``ckpt_path="last"`` by the last checkpoint's address: Lightning would find none there, and begin a new run."""
     given = inspect.signature(function).bind(*args, **kwargs)
     if given.arguments.get("ckpt_path") == "last":
         saves = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

@@ -35,12 +35,13 @@ class ZeroFitLoop(FitLoop):
 
 class ZeroTrainingEpochLoop(TrainingEpochLoop):
     def _broadcast_sigterm_tensor(self) -> None:
-        """Under our strategy send nothing, because ranks have just agreed on signals, in ``advance``."""
+        """Do nothing under ZeroStrategy, because ranks have just exchanged signals in ``advance``."""
         if not is_ours(self.trainer):
             super()._broadcast_sigterm_tensor()
 
     def advance(self, data_fetcher: Any) -> None:
-        """Answer signals before a batch is fetched, as a stateful loader counts a fetched batch as used. Collective."""
+        """Answer signals, then run Lightning's ``advance``. Signals are answered before a batch is fetched, because a
+        stateful loader counts a fetched batch as used. Collective."""
         interruptions = cast(Interruptions | None, getattr(self.trainer.strategy, "_interruptions", None))
         if interruptions is not None:
             interruptions.before_batch()
@@ -77,7 +78,8 @@ def adapt_run(trainer: Any) -> None:
 
 
 def compare_callbacks(trainer: Any) -> None:
-    """Raise ConfigError on all ranks if ranks have different callbacks among those that send messages. Collective."""
+    """Raise ConfigError on all ranks if ranks have different callbacks among those that run collectives
+    (:data:`COLLECTIVE`). Collective."""
     own = [kind.__name__ for kind in COLLECTIVE for callback in trainer.callbacks if isinstance(callback, kind)]
     found = trainer.strategy._gather_objects(", ".join(own) or "none", "the callbacks of the Trainer")
     for rank, names in enumerate(found):

@@ -62,8 +62,8 @@ class PrecisionRow:
     @classmethod
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
         """Return a plugin of this class with the settings of Lightning's ``plugin``. Raise ConfigError if its precision
-        is not supported, or differs from ``asked``. ``asked`` replaces ``32-true``, because Lightning does not say
-        whether the user gave that precision or it is the default."""
+        is not supported, or differs from ``asked``, the precision set on the strategy (None: not set). ``asked``
+        replaces ``32-true``, because Lightning does not say whether the user gave ``32-true`` or it is the default."""
         if asked is not None and type(plugin).__name__ == "Precision":
             return cls(asked.value)
         ours = plugin
@@ -161,7 +161,8 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward, and reduce all gradients before ``on_after_backward``. Collective."""
+        """Run the backward of the loss ``tensor``, and reduce all gradients before ``on_after_backward``.
+        Collective."""
         engine = self.strategy.engine
         if self.scaler is not None:
             engine.passes.reducer.set_loss_scale(self.scaler.scale)
@@ -172,7 +173,8 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step the optimizer. With loss scaling, all ranks skip it if gradients of any rank overflow. Collective."""
+        """Run ``closure``, step the optimizer, and return the closure's result. With loss scaling, all ranks skip the
+        step if a gradient overflowed on any rank. Collective."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()

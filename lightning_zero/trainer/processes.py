@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import socket
 import sys
@@ -52,7 +53,8 @@ _START_METHODS = ("popen", "fork")
 
 
 class Processes:
-    """Base class of the Trainer's and Fabric's strategies: starts and ends processes. For ``run_plan`` see RunPlan."""
+    """Base class of the Trainer's and Fabric's strategies: starts, connects and ends processes. ``run_plan``: a
+    :class:`RunPlan`, facts about the run from the program that starts it."""
 
     config: ZeroConfig
     _given_config: ZeroConfig | None  # the argument ``config``
@@ -72,7 +74,7 @@ class Processes:
 
         @property
         def _engine_that_waits(self) -> Engine | None:
-            """Return an engine of this run, whose Waits serve Lightning's collectives; None if there is none yet."""
+            """Return an engine of this run, which watches Lightning's collectives for stalls; None before sharding."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class Processes:
 
     @property
     def _ranks(self) -> Ranks:
-        """Return this rank's place in the groups of ranks that :attr:`config` asks for."""
+        """Return this rank's position in the groups of ranks (data, sequence, tensor, ...) of :attr:`config`."""
         return Ranks.locate(self.global_rank, flat(self._n_ranks), self.config)
 
     @property
@@ -178,7 +180,8 @@ class Processes:
             self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Join the process group, once per process. A lone process in a notebook skips this. Collective."""
+        """Create the process group, unless it exists or this is a lone process in a notebook. Raise ConfigError if an
+        existing group has another number of ranks than the Trainer's arguments give. Collective."""
         Ended.failed = False  # all ranks survived the exception of an earlier run
         if dist.is_initialized() and (there := dist.get_world_size()) != self._n_ranks:
             raise ConfigError(
@@ -201,8 +204,8 @@ class Processes:
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
 
     def _join(self) -> None:
-        """Make the default process group of all ranks. It is not bound to a device: otherwise NCCL would at once
-        allocate up to a gigabyte for a communicator that is not used. Collective."""
+        """Create the default process group of all ranks, without binding it to a device: with a bound group NCCL would
+        at once allocate up to a gigabyte for a communicator that is not used. Collective."""
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
@@ -239,7 +242,8 @@ class Processes:
 
     @property
     def _waits(self) -> Waits | None:
-        """Return the Waits for Lightning's collectives: the engine's; without an engine those of the start, or None."""
+        """Return the Waits that watch for stalls in Lightning's collectives: the engine's, or before there is an
+        engine, that of the start of the run. None if there is no process group."""
         engine = self._engine_that_waits
         return engine.comm.waits if engine is not None else self._start_waits
 
@@ -277,30 +281,36 @@ class Processes:
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 
     def _together(self, what: str, act: Callable[[], T]) -> T:
-        """Call ``act``, which must send no messages, on each rank, and return its result. If it raises on any rank, all
-        ranks raise. Collective."""
+        """Call ``act``, which must issue no collectives, on each rank, and return its result. If ``act`` raises on any
+        rank, all ranks raise. ``what``: names this wait in messages. Collective."""
         waits = self._waits
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
 
 class Ended:
-    """How the last run of this process ended. After an exception (``failed``) the process does not wait for other
+    """Holds how the last run of this process ended. After an exception (``failed``) the process does not wait for other
     ranks: see [Note: what a rank does when another dies]."""
 
     failed = False
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group on all ranks at exit; otherwise gloo aborts at random. After an error, do nothing."""
-    if Ended.failed or hasattr(sys, "last_value") or not dist.is_initialized():
+    """Destroy the process group on all ranks at exit; otherwise gloo aborts at random. After an error this process
+    ends without: the destructor of a gloo group waits until messages time out that other ranks will never send."""
+    if not dist.is_initialized():
         return
     with contextlib.suppress(Exception):
-        if dist.get_backend() == "nccl":
-            accelerator_of(default_device()).synchronize()
-        else:
-            work = dist.barrier(async_op=True)
-            work.wait(timedelta(seconds=EXIT_BARRIER_S))
-        dist.destroy_process_group()
+        if not Ended.failed and not hasattr(sys, "last_value"):
+            if dist.get_backend() == "nccl":
+                accelerator_of(default_device()).synchronize()
+            else:
+                work = dist.barrier(async_op=True)
+                work.wait(timedelta(seconds=EXIT_BARRIER_S))
+            dist.destroy_process_group()
+            return
+    for group in dist.distributed_c10d._world.pg_map:
+        if dist.get_backend(group) == "gloo":
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # keeps the group from its destructor
 
 
 # -- what a launcher has started, as the environment of this process says ----------------------------------------------
@@ -311,7 +321,8 @@ DEFAULT_PORT = 29500
 def check_allocation(
     environment: ClusterEnvironment, *, nodes: int, devices: int, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """Raise ConfigError if the launcher has not started ``devices`` processes on each of ``nodes`` nodes."""
+    """Raise ConfigError if the launcher has not started ``devices`` processes on each of ``nodes`` nodes, or has not
+    set the environment variables by which several nodes find each other."""
     if isinstance(environment, LightningEnvironment) and _in_pod(environ):
         told = environ["WORLD_SIZE"]
         if told not in (str(nodes), str(nodes * devices)):
@@ -374,7 +385,7 @@ def flags(by: str, nodes: int, devices: int) -> str:
 
 
 def check_srun(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError, with the missing flag, if Lightning would fail under this process's srun call."""
+    """Raise ConfigError if srun started several tasks without ``--ntasks-per-node``, which Lightning requires."""
     tasks = environ.get("SLURM_NTASKS", "1")
     found = launched(environ)
     if found is not None and found.by == "srun" and tasks != "1" and "SLURM_NTASKS_PER_NODE" not in environ:
@@ -387,7 +398,7 @@ def check_srun(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _in_pod(environ: Mapping[str, str]) -> bool:
-    """Return whether ``RANK`` is the number of a node, as in a pod of a PyTorchJob, which starts its own processes."""
+    """Return whether ``RANK`` in ``environ`` is the number of a node, not of a process, as in a pod of a PyTorchJob."""
     return launched(environ) is None and environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 

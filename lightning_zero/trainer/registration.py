@@ -1,7 +1,7 @@
-"""Register the presets (``zero3``, ...) as names of strategies when Lightning is imported, or now if it already is.
-In the same way ``load_from_checkpoint`` learns to load folders (``zero/checkpoint=sharded``).
+"""Register the presets (``zero3``, ...) as names of strategies when Lightning is imported, or at once if Lightning is
+imported already. In the same way let ``load_from_checkpoint`` also load folders (``zero/checkpoint=sharded``).
 
-Each has an alias (``ddp_zero3``, ...) for packages that ask whether a strategy is DDP, by its name or its class.
+Each preset has an alias (``ddp_zero3``, ...) for packages that check by name or class whether a strategy is DDP.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _fill(module: ModuleType) -> None:
 
 
 class _Name(str):
-    """A preset's name in a registry. Before Lightning refuses an unknown name, it compares that name with all
-    registered names; then the nearest preset warns that the user may have meant it."""
+    """A preset's name in a registry. Before Lightning refuses an unknown strategy name, it compares this name with all
+    registered names; during this comparison the most similar preset warns that the user may have meant it."""
 
     registry: Container[str] = ()
 
@@ -74,8 +74,7 @@ class _Name(str):
 
 
 def _make_strategy(module: str, name: str) -> Any:
-    """Return a new strategy of the preset or alias ``name``. ``module``: the module of Lightning whose registry calls
-    this."""
+    """Return a new strategy of the preset or alias ``name``, for the registry in Lightning's ``module``."""
     ASKED.append(module.removesuffix(".strategies"))
     from lightning_zero.lightning_api import check_package
 
@@ -86,8 +85,9 @@ def _make_strategy(module: str, name: str) -> Any:
 
 
 def _load(theirs: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return the checkpoint for ``load_from_checkpoint``: what Lightning loads, or a folder, where Lightning fails. On
-    a local disk Lightning fails with an OSError; in an object store a folder may read as an empty file."""
+    """Load the checkpoint ``path`` for ``load_from_checkpoint``: by ``theirs``, Lightning's function, or if that fails
+    and ``path`` is a folder, as a checkpoint folder. (On a local disk Lightning fails with an OSError; in an object
+    store a folder may read as an empty file, so all exceptions are caught.)"""
     try:
         return theirs(path, map_location=map_location, weights_only=weights_only)
     except Exception:

@@ -1,4 +1,4 @@
-"""The base class of the Trainer's strategy, with what the other parts of a run use."""
+"""Base class of the Trainer's strategy, with attributes that the other files about a run use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from lightning_zero.trainer.saves.random_numbers import RandomNumbers
 
 
 class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
-    """Base class of :class:`~lightning_zero.ZeroStrategy`: knows the module, engine, precision and output of a run."""
+    """Base class of :class:`~lightning_zero.ZeroStrategy`: gives access to a run's engine, precision plugin and
+    Trainer, and tells whether to print tables and progress."""
 
     _asked_precision: Any  # ``zero.precision.name``, as it was given
     _random_numbers: RandomNumbers | None = None
@@ -31,7 +32,7 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether there are several ranks. If this were False, Lightning would give all ranks the same data."""
+        """Return whether there are several ranks. (With False, Lightning would give all ranks the same data.)"""
         return self._n_ranks > 1
 
     @property
@@ -40,7 +41,7 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
-        """Use a ZeroPrecision instead of ``plugin``. Raise ConfigError if ``zero.precision.name`` asks for another."""
+        """Use ``plugin``'s settings in a ZeroPrecision. Raise ConfigError if ``zero.precision.name`` is different."""
         asked = self._asked_precision
         self._precision_plugin = None if plugin is None else ZeroPrecision.from_plugin(plugin, asked).attach(self)
 
@@ -51,7 +52,7 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def _speaks_for_all(self) -> bool:
-        """Return whether this process starts all ranks, on this host, so that an error in it ends the whole run."""
+        """Return whether this process starts all ranks, on this host, so that an exception in it ends the whole run."""
         environment = self.cluster_environment
         return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
 

@@ -1,4 +1,4 @@
-"""Before the first real step, compare a short step on whole sequences with one on parts; see sequence/check.py."""
+"""Before the first real step, compare a short step on whole sequences with a step on parts; see sequence/check.py."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ class SequenceCheck:
         self.found: Found | None = None
 
     def before(self, name: str, step: Callable[..., Any], args: Any, *, together: bool) -> None:
-        """Try the step ``name`` on short sequences of its batch, once whole and once in parts. This is done once for
-        each structure of batches, and again before steps 2, 4, 8, ... while some gradient is zero, because a gradient
-        that is zero (behind weights that begin with zeros) cannot show a difference. Raise ConfigError on all ranks if
-        the results differ. Collective.
+        """Run trial steps of ``name`` on short sequences cut from its batch: one on whole sequences, one on parts.
+        Raise ConfigError on all ranks if their results differ. Collective.
 
-        ``together``: whether all ranks call this now. If not, a check runs only if all ranks share one sequence.
+        Trials run once for each structure of batches, and again before steps 2, 4, 8, ... while some gradient is zero,
+        because a zero gradient (behind weights that are initialized to zero) cannot show a difference.
+
+        ``together``: whether all ranks call this method now. If not, trials run only if all ranks share one sequence.
         """
         kind = f"{name} {kind_of(args[0])}"
         self._counts[kind] = count = self._counts.get(kind, 0) + 1
@@ -92,7 +93,7 @@ class SequenceCheck:
         return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
 
     def _sums_of_parameters(self) -> dict[str, int]:
-        """Return a checksum of this rank's elements of each parameter, with what users have written to them."""
+        """Return, by parameter name, a checksum of this rank's elements, including values that users have written."""
         engine, found = self._engine, dict[str, int]()
         engine.passes.wait_for_all()
         engine.passes.writes.take_all_over()
@@ -161,7 +162,7 @@ class SequenceCheck:
         return found
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of the trial step. ``loss`` is that of the whole sequences, also on parts. Collective."""
+        """Run the backward of the trial step. ``loss``: the loss of the whole sequences, also on parts. Collective."""
         assert self.found is not None
         self.found.losses.append(float(loss.detach()))
         scaler = self._module.trainer.precision_plugin.scaler
@@ -179,7 +180,7 @@ class SequenceCheck:
 
 @contextlib.contextmanager
 def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) -> Iterator[None]:
-    """Let ``module`` run a step in the body, then undo the step's effects on it and on Lightning's objects."""
+    """Let ``module`` run a step in the body, then undo the step's effects on ``module`` and Lightning's objects."""
     numbers = Generators.now(device)
     strategy, scaler = module.trainer.strategy, module.trainer.precision_plugin.scaler
     told = [vars(inner) for inner in module.modules()]
@@ -204,7 +205,7 @@ def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) 
 
 
 def _keep(values: dict[str, Any]) -> Callable[[], None]:
-    """Copy ``values``, with the tensors and containers inside of it. Return a function that restores them."""
+    """Copy ``values``, and the tensors and containers nested in it. Return a function that restores all of them."""
     attributes = dict(values)
     todo: list[Any] = [attributes]
     tensors: dict[int, tuple[Tensor, Tensor, int]] = {}

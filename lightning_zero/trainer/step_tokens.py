@@ -1,4 +1,4 @@
-"""Make the gradients of a step those of the mean over all its tokens, for ``zero.loss=tokens``.
+"""For ``zero.loss=tokens``: give each step the gradients of its mean loss over all its tokens.
 
 ::
 
@@ -29,9 +29,9 @@ class StepTokens:
     """Counts the tokens of a step, and divides its gradients by their number.
 
     Attributes:
-        of_next_backward: number of tokens of the loss whose backward comes next, 0-d.
-        loss: the mean over all tokens of the last step, on all ranks, 0-d; None before the first step.
-        counts: whether tokens of this rank's batch count, which a batch that zero.uneven=join repeats does not.
+        of_next_backward: number of tokens of the loss whose backward runs next, 0-d; None: not counted yet.
+        loss: the last step's mean loss over the tokens of all ranks, 0-d; None before the first step.
+        counts: whether tokens of this rank's batch count; False for a batch that zero.uneven=join repeats.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -56,7 +56,8 @@ class StepTokens:
             )
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """Return what the backward runs on: ``loss`` (0-d) times its number of tokens / :data:`UNIT`."""
+        """Return the tensor on which to run the backward: ``loss`` (0-d) times its number of tokens / :data:`UNIT`.
+        Raise ConfigError if its tokens were not counted, RuntimeError if an earlier backward was not weighed."""
         tokens, self.of_next_backward = self.of_next_backward, None
         if tokens is None:
             raise ConfigError(
@@ -76,7 +77,8 @@ class StepTokens:
     def divide(self, optimizers: Iterable[Optimizer], divisor: int = 1) -> None:
         """Divide the gradients of ``optimizers`` by the number of tokens since the last call. Collective.
 
-        ``divisor``: the number by which each loss was divided. If no rank had tokens, gradients and :attr:`loss` are 0.
+        ``divisor``: the number by which each loss was divided (``accumulate_grad_batches``). If no rank has tokens,
+        gradients and :attr:`loss` are 0.
         Raises RuntimeError if gradients of other optimizers are not divided yet, or old gradients were not cleared.
         """
         self._refuse_uncounted()
@@ -111,7 +113,8 @@ class StepTokens:
         self._divided |= own & there
 
     def around(self, closure: Callable[[], Any], optimizer: Optimizer, module: Any) -> Callable[[], Any]:
-        """Return ``closure``; with automatic optimization gradients are divided after its backward."""
+        """Return ``closure`` or, with automatic optimization, a closure that also divides the gradients of
+        ``optimizer`` by the number of tokens after the backward."""
         if not module.automatic_optimization:
             self._refuse_uncounted()
             return closure
@@ -144,6 +147,6 @@ def divide_by_tokens(module: pl.LightningModule, *optimizers: Optimizer) -> None
 
 
 def step_tokens(strategy: Any) -> StepTokens | None:
-    """Return what counts the tokens of a strategy's steps; None without ``zero.loss=tokens``."""
+    """Return the StepTokens of ``strategy``; None without ``zero.loss=tokens``, and under other strategies."""
     steps = getattr(strategy, "_steps", None)
     return None if steps is None else steps.sequences.tokens

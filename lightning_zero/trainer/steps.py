@@ -1,4 +1,4 @@
-"""Run the Trainer's steps: on parts of sequences, with means over tokens, and with fingerprints, as settings ask."""
+"""Run the Trainer's steps: on parts of sequences, with losses averaged over tokens, and with fingerprints, if set."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class LongSequences(SequenceSteps):
         ranks: Ranks | None = None,
         tokens: StepTokens | None = None,
     ) -> None:
-        """Open the group of the ranks that share a sequence or a batch, if ``ranks`` has one. Raise ConfigError if a
-        module with parts of sequences is compiled. ``tokens``: counts the tokens of training steps. Collective."""
+        """Create the group of the ranks that share a sequence or a batch with this rank, if ``ranks`` has several.
+        Raise ConfigError if sequences are divided and the module is compiled. ``tokens``: counts the tokens of training
+        steps; None: do not count. Collective."""
         self.group: SequenceGroup | None = None
         self.tokens = tokens
         self._check: SequenceCheck | None = None
@@ -104,7 +105,8 @@ class LongSequences(SequenceSteps):
         return self._check if self._check is not None and self._check.found is not None else None
 
     def check(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, *, together: bool = True) -> None:
-        """Before the step ``name`` runs, try it on whole sequences and on parts. See :meth:`SequenceCheck.before`."""
+        """Before the step ``name``, compare trial steps on whole sequences and on parts:
+        :meth:`SequenceCheck.before`."""
         if self._check is not None:
             self._check.before(name, step, (*args, *kwargs.values()), together=together)
 
@@ -128,10 +130,10 @@ class LongSequences(SequenceSteps):
 
     @contextlib.contextmanager
     def _random_numbers_of_a_part(self) -> Iterator[None]:
-        """Let torch draw, in the body, different numbers on each rank that shares a sequence, so that dropout differs.
+        """During the body, seed torch differently on the ranks that share a sequence, so that their dropout differs.
 
-        Seed: a number from torch's generator (equal on these ranks, and in checkpoints), plus the rank.
-        Python's and NumPy's generators stay equal on these ranks: models may choose layers by them.
+        The seed is a number drawn from torch's generator (whose state is equal on these ranks, and in checkpoints) plus
+        the rank. Python's and NumPy's generators stay equal on these ranks: models may choose layers by them.
         """
         if self.group is None:
             yield
@@ -154,7 +156,7 @@ def _set(generators: Generators, accelerator: Any) -> None:
 
 
 class Steps:
-    """Runs the steps of one run. Most methods get the method of Lightning's strategy that they wrap.
+    """Runs the steps of one run. Most methods take the method of Lightning's strategy that they wrap as an argument.
 
     Attributes:
         sequences: cuts batches into parts of sequences, and holds the :class:`StepTokens` for ``zero.loss=tokens``.
@@ -226,13 +228,14 @@ class Steps:
             return self.sequences.evaluate(part, step, own, *given[1:])
 
     def evaluate_nothing(self, key: str) -> None:
-        """Take part in the evaluation step ``key`` of other ranks: this rank has no batch. Collective."""
+        """Take part in the evaluation step ``key`` of other ranks, because this rank has no batch. Collective."""
         self._sync_buffers_once()
         with self._run.engine.step_scope(key, evaluation=True):
             pass
 
     def _sync_buffers_once(self) -> bool:
-        """Send buffers before the first step of an evaluation, which changes none. Return whether it is the first."""
+        """Before the first step of an evaluation, broadcast rank 0's buffers, except with manual optimization:
+        evaluation steps change no buffers. Return whether the next step is the first."""
         begins, self._evaluation_begins = self._evaluation_begins, False
         if begins and not self._is_manual:
             self._run.engine.passes.buffers.sync(evaluates=True)
@@ -250,7 +253,7 @@ class SharedBatches:
         self._checked: set[str] = set()  # gradients that were not zero on some rank
 
     def note(self, name: str, grad: Tensor) -> None:
-        """Add up a gradient of the parameter ``name``, which every rank holds whole, for :meth:`check_grads`."""
+        """Add up ``grad``, a gradient of the unsplit parameter ``name``, in sums that :meth:`check_grads` compares."""
         if name not in self._checked:
             self._rounding = max(self._rounding, torch.finfo(grad.dtype).eps)
             flat = grad.detach().float().flatten()
@@ -319,8 +322,7 @@ def fingerprints(engine: Engine) -> Tensor:
 
 @outside_autograd
 def differing_replicas(engine: Engine) -> Tensor:
-    """Return ``[units] bool`` on the device: whether parameters that every rank holds whole differ between ranks.
-    Collective."""
+    """Return ``[units] bool`` on the device: whether parameters that all ranks hold whole differ. Collective."""
     groups = engine.comm.ranks.tensor, engine.comm.ranks.expert
     place = {1: 0} | {group.size: group.index for group in groups}
     sizes = sorted(place)  # numbers of parts

@@ -67,9 +67,9 @@ class ZeroStrategy(Run):
 
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (default), 0 .. 3, or ``"auto"``, the fastest stage that fits in memory.
-        config: a whole :class:`ZeroConfig`; other arguments override its fields.
+        config: a complete :class:`ZeroConfig`; other arguments override its fields.
         settings: fields of :class:`ZeroConfig`, such as ``offload="cpu"`` or ``unit={"classes": ["Block"]}``.
-        timeout: timeout of collectives of the process group; default: torch's, but on gloo ``zero.stall_timeout_s``.
+        timeout: timeout of the process group's collectives; default: torch's, but on gloo ``zero.stall_timeout_s``.
         start_method: ``"popen"`` starts processes by running the script again; ``"fork"`` is for notebooks.
 
     Attributes:
@@ -193,7 +193,7 @@ class ZeroStrategy(Run):
             self._given_offload = config.offload
 
     def _move(self, engine: Engine, module: pl.LightningModule, config: ZeroConfig) -> None:
-        """Restage ``engine`` to the stage and offload of ``config``. Collective."""
+        """Restage ``engine`` and callbacks' averages to the stage and offload of ``config``. Collective."""
         trainer = module._trainer
         self._checkpoints.wait_for_writes()
         if (module._current_fx_name or "").startswith(_BETWEEN_STEPS):
@@ -294,7 +294,8 @@ class ZeroStrategy(Run):
         )
 
     def _sync_layers(self, model: Module) -> Module:
-        """Convert batch norms to SyncBatchNorm, which must happen before sharding: it creates new modules."""
+        """Return ``model`` with batch norms replaced by SyncBatchNorm. Unshard a sharded model first, because new
+        modules must be created before sharding."""
         assert self._layer_sync is not None
         plain = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm)]
         if not plain:
@@ -307,7 +308,8 @@ class ZeroStrategy(Run):
         """Do nothing: the engine moves buckets and buffers itself."""
 
     def _setup_model(self, model: Module) -> Module:
-        """Shard the module, or keep an earlier engine if parameters, settings and device are the same. Collective."""
+        """Shard ``model`` and return it; keep its engine if parameters, settings and device are unchanged.
+        Collective."""
         wanted = with_precision(self.config, self.precision_plugin.row)
         engine = engine_of(model)
         if engine is not None:
@@ -472,7 +474,7 @@ class ZeroStrategy(Run):
         self._checkpoints.end()
 
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
-        """After training, print the bytes that rank 0 holds beside the planned bytes."""
+        """After training, print the bytes that rank 0 holds and the bytes that were planned, by role and tier."""
         trained, self._trained = self._trained, False
         if trained and self._shows_tables:
             found = self.run_plan.activations
@@ -481,7 +483,7 @@ class ZeroStrategy(Run):
             print_held(self.run_plan.held)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Mark the run as failed, without collectives: other ranks may be gone."""
+        """Mark the run as failed, unless a signal ended it. Issues no collectives, because other ranks may be gone."""
         if isinstance(exception, Left):  # raised on all ranks between two steps, so the engine is intact
             self._left = True
             return

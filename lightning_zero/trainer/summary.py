@@ -24,7 +24,7 @@ Held = tuple[str, str, int, int | None]  # role, tier, bytes planned and measure
 
 
 def setup_of(engine: Engine) -> dict[str, str | int]:
-    """Return a run's stage, offload, precision and numbers of ranks and parameters, for its file of results."""
+    """Return a run's stage, offload, precision and numbers of ranks and parameters, by name, for results.json."""
     rows = {key: getattr(engine.config, key).name.name for key in ("stage", "offload")}
     numbers = {
         "ranks": engine.comm.world_size,
@@ -34,7 +34,8 @@ def setup_of(engine: Engine) -> dict[str, str | int]:
 
 
 def _where(unit: Unit) -> str:
-    """Return the unit's tiers in words: one tier if all are equal, else ``parameters device, ..., optimizer nvme``."""
+    """Return where the unit's values are kept, as text: the name of a tier if all are on one, else ``parameters device,
+    gradients host, optimizer nvme``."""
     rows = [b.plan.tiers for b in unit.buckets]
     row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # tiny buckets may stay on the device
     if len(set(row)) == 1:
@@ -43,7 +44,7 @@ def _where(unit: Unit) -> str:
 
 
 def large_unit(engine: Engine) -> str | None:
-    """Return a warning if stage 3 gathers most of the model at once, because one unit holds it; else None."""
+    """Return a warning if stage 3 gathers most of the parameters at once, because one unit holds them; else None."""
     sizes = {unit: sum(b.full.nbytes for b in unit.buckets if b.plan.reshards) for unit in engine.units}
     total, largest = sum(sizes.values()), max(sizes, key=lambda unit: sizes[unit])
     if 2 * sizes[largest] <= total or total == 0:
@@ -80,8 +81,8 @@ def print_units(engine: Engine) -> None:
 
 
 def held_rows(engine: Engine, micro_batches: int, activations: Activations | None = None) -> list[Held]:
-    """Return rows (role, tier, bytes planned, bytes measured) of this rank at a run's end, then one of a step's
-    peak."""
+    """Return rows (role, tier, bytes planned, bytes measured) of this rank at the end of a run, and a last row with the
+    peak bytes of a step, which are measured only on GPUs (else None)."""
     engine.passes.after_step.wait_for_all()  # no agreement, since other ranks do not call this
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)

@@ -1,9 +1,9 @@
-"""Lets ranks have different numbers of batches.
+"""Let ranks have different numbers of batches, by extending the data fetcher from which Lightning's loops take batches.
 
-An epoch of training ends on all ranks with the last batch that all have, or, with ``zero.uneven=join``, with the last
-that any has. An evaluation goes on until all ranks are done: at stages that reshard, a rank that has no batch, or whose
-next batch is of a later loader, takes part in the steps of the others without running the module. Lightning's loops
-take batches from a data fetcher, extended here.
+A training epoch ends on all ranks after the last batch that all ranks have or, with ``zero.uneven=join``, after the
+last batch that any rank has. An evaluation continues until no rank has batches left: at stages that reshard, a rank
+without a batch, or whose next batch is of a later loader, takes part in the steps of other ranks without running the
+module.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LAST = 2**31  # number of a loader after all others: this rank has no more batch
 
 
 class EndsTogether(PrefetchDataFetcher):
-    """Fetches batches for training. Ranks agree after each fetch if not all know their numbers of batches."""
+    """Fetches training batches, and ends the epoch on all ranks together. If some rank does not know its number of
+    batches, ranks exchange after each fetch whether they have a next batch."""
 
     strategy: Any
     most: int | None = None  # number of batches in an epoch
@@ -43,7 +44,7 @@ class EndsTogether(PrefetchDataFetcher):
             self.look_ahead()
 
     def look_ahead(self) -> None:
-        """From now on fetch each batch one call earlier, to know which batch is the last."""
+        """From now on fetch each batch one call earlier, so that a rank knows when it returns its last batch."""
         self.ahead = True
         if self.length is not None:
             self.limit, self.length = self.length, None
@@ -72,14 +73,14 @@ class EndsTogether(PrefetchDataFetcher):
         return super().__next__()
 
     def states_to_save(self, *, ended: bool) -> Sequence[Any]:
-        """Return the states of loaders from which this rank resumes: none at the begin of an epoch, and on a rank that
-        has no more batches in this one."""
+        """Return the states of loaders from which this rank resumes: before the batch that was fetched ahead, if any.
+        Return an empty list if the epoch has ``ended`` with batches left on some rank."""
         if ended and self.leaves:
             return []
         return self.states if self.batches else self.combined_loader._state_dicts()
 
     def agree(self) -> None:
-        """End the epoch if a rank has no more batches. Collective."""
+        """End the epoch if any rank has no more batches; warn the first time if other ranks have some. Collective."""
         if self.most is not None:
             return
         out, more = self.strategy.engine.comm.max_(torch.tensor([self.done, not self.done], dtype=torch.int64)).tolist()
@@ -125,7 +126,7 @@ class Joins(EndsTogether):
         return bool(self.batches) and not self.is_over if self.length is None else self.fetched < self.length
 
     def agree(self) -> None:
-        """Find the ranks that have a next batch. Collective."""
+        """Find which ranks have a next batch (``having``), and end the epoch if none has. Collective."""
         having = torch.zeros(self.strategy.world_size, dtype=torch.int64)
         having[self.strategy.global_rank] = self.has_next
         self.having: list[int] = self.strategy.engine.comm.sum_(having).tolist()
@@ -214,7 +215,7 @@ def states_to_save(loop: Any) -> Sequence[Any] | None:
 
 
 def _lengths(fetcher: Any, limits: Sequence[float]) -> list[float]:
-    """Return ``limits`` for loaders that have lengths, and inf for others, which may have less."""
+    """Return each loader's entry in ``limits``; inf for a loader without a length, as it may have fewer batches."""
     loaders = fetcher.combined_loader.flattened
     return [math.inf if sized_len(loader) is None else most for loader, most in zip(loaders, limits, strict=True)]
 
@@ -240,7 +241,8 @@ class ServesOthers(PrefetchDataFetcher):
         return item
 
     def _first(self, own: int) -> int:
-        """Return the number of the first loader that any rank has a batch of next. Collective."""
+        """Return the number of the first loader that has the next batch of any rank; LAST if no rank has a batch.
+        ``own``: the number of the loader of this rank's next batch. Collective."""
         passes = self.strategy.engine.passes
         high, low = passes.comm.max_(torch.tensor([own, -own], dtype=torch.int64)).tolist()
         passes.order.apart = high != -low

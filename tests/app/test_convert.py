@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -87,7 +89,9 @@ def test_dtype_casts_parameters_and_prefix_selects_them(tmp_path: Path) -> None:
     of.save_checkpoint(tmp_path / "a.ckpt")
     on_rank_0(tmp_path / "a.ckpt", tmp_path / "full", "to=full", "dtype=bf16")
     on_rank_0(tmp_path / "a.ckpt", tmp_path / "folder", "to=sharded", "dtype=bf16")
-    on_rank_0(tmp_path / "a.ckpt", tmp_path / "out", "to=safetensors", "prefix=blocks.")
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        on_rank_0(tmp_path / "a.ckpt", tmp_path / "out", "to=safetensors", "prefix=blocks.")
+    assert dist.get_rank() or "left out, as their names do not begin with prefix='blocks.': " in said.getvalue()
     folder = ShardedFolder(tmp_path / "a.ckpt")
     weight = folder.tensor("state_dict.blocks.1.up.weight").whole()
     found = torch.load(tmp_path / "full")

@@ -249,7 +249,13 @@ def test_a_command_of_ones_own_is_submitted_as_given(command: Any, fake_sbatch: 
 
 
 OWN = ("--", "python", "train.py")
-ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt", "machine.gpu_memory=2MB"}
+ONE_OF_A_KIND = {
+    "zero/stage=zero2",
+    "cluster.nodes=0",
+    "trainer.num_nodes=3",
+    "data.path=other.txt",
+    "machine.gpu_memory=2MB",
+}
 
 
 @pytest.mark.mainly(lambda overrides: overrides[0] in ONE_OF_A_KIND)
@@ -260,7 +266,7 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
     (["cluster.time=86400"], "cluster.time: expected hours:minutes:seconds"),
     (["cluster.time=00:01:00"], "cluster.time: expected more than cluster.signal_delay (120 s"),
     (["cluster.signal=KILL"], "cluster.signal: expected USR1 or USR2, got KILL"),
-    (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the processes of a node"),
+    (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the number of processes of a node"),
     (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4"], "cluster.tasks_per_node: expected one task for each"),
     (["cluster.container_mounts=[/a:/b]"], "cluster.container_mounts has no effect without cluster.container"),
     (["cluster.sbatch=[mail]"], "cluster.sbatch: expected options"),
@@ -280,19 +286,7 @@ ONE_OF_A_KIND = {"cluster.nodes=0", "trainer.num_nodes=3", "data.path=other.txt"
     (["machine.gpu_memory=1MB"], "zero3 + none: needs "),
     (["machine.gpu_memory=2MB"], "fits with 4 GPUs"),
     (["--multirun", "seed=1,2"], "--multirun: expected one run, got a sweep"),
-    ([*OWN], "experiment has no effect on a command after --"),
-])  # fmt: skip
-def test_mistakes_end_before_sbatch(
-    command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path
-) -> None:
-    fake_sbatch()
-    code, _, err = command(*SMALL, *overrides)
-    assert code == 2 and message in err and "Traceback" not in err, err
-    assert not (tmp_path / "script").exists()
-
-
-@pytest.mark.mainly(lambda words: words[0] == "zero/stage=zero2")
-@pytest.mark.parametrize(("words", "message"), [
+    ([*SMALL, *OWN], "experiment has no effect on a command after --"),
     (["zero/stage=zero2", *OWN], "zero/stage has no effect on a command after --"),
     (["hydra.job.name=x", *OWN], "hydra.job.name has no effect on a command after --"),
     (["machine.gpu_memory=80GB", *OWN], "machine.gpu_memory has no effect on a command after --"),
@@ -303,11 +297,11 @@ def test_mistakes_end_before_sbatch(
     (["--"], "--: expected a command that srun can start 1 time(s) on each node"),
     (["--", "torchrun", "train.py"], "such as python train.py, got torchrun"),
 ])  # fmt: skip
-def test_mistakes_before_a_command_of_ones_own(
-    command: Any, fake_sbatch: Any, words: list[str], message: str, tmp_path: Path
+def test_mistakes_end_before_sbatch(
+    command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path
 ) -> None:
     fake_sbatch()
-    code, _, err = command(*words)
+    code, _, err = command(*(() if "--" in overrides else SMALL), *overrides)
     assert code == 2 and message in err and "Traceback" not in err, err
     assert not (tmp_path / "script").exists()
 

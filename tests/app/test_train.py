@@ -235,15 +235,6 @@ def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
     assert found["last"]["train_loss"] > 0 and found["tokens_per_s"] > 0 and found["wait_s_per_step"] == {}
 
 
-@pytest.mark.full
-@pytest.mark.timeout(900)
-def test_the_main_job_learns_its_text(tmp_path: Path) -> None:
-    """As ``make train`` runs it. The bound is that of two cores; the time of a busy machine is not checked."""
-    done = run(tmp_path, "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "hydra.run.dir=run")
-    assert bits_per_byte(done.stdout) < 2.5
-    assert "100% of the batches" not in done.stderr + done.stdout
-
-
 # -- pieces -------------------------------------------------------------------------------------------------------
 
 

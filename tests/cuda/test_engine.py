@@ -10,6 +10,7 @@ import inspect
 import os
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from benchmarks.gpu import exact
+from benchmarks.gpu.check import Check
+from benchmarks.gpu.output import Output
+from benchmarks.gpu.plan import SIZES, tiny_parts
 from lightning_zero import ZeroStrategy
 from tests.engine.support import Model, Sharded, Twin, accumulate, assert_same, autocast, language_loss, tokens
-from tests.harness import on_ranks, run
+from tests.harness import on_ranks, run, run_command
 from tests.rows import PLACES
 from tests.trainer.toys import fit
 
@@ -251,3 +256,37 @@ def test_each_wait_is_needed(target: str, line: str, world: int, settings: dict[
             print(str(error)[:300])
             return
     pytest.fail(f"nothing shows that {target} needs: {line}")
+
+
+# -- the main job, and what `make gpu-check` asks of one GPU and of two ranks that share it ---------------------------
+
+
+def test_the_main_job(tmp_path: Path) -> None:
+    settings = ["experiment=tiny", "zero/precision=bf16", "trainer.max_steps=3", "trainer.val_check_interval=null"]
+    device = ["trainer.accelerator=gpu", "trainer.devices=1"]
+    done = run_command("python", "-m", "lightning_zero.train", *settings, *device, code=0, LIGHTNING_ZERO_RUNS=tmp_path)
+    assert "validation bits per byte" in done.stdout
+    assert [*tmp_path.glob("train/*/checkpoints/last.ckpt")]
+
+
+@on_ranks(1)
+def test_bits_are_the_same_while_streams_are_late() -> None:
+    torch.use_deterministic_algorithms(True)  # new memory is filled, too
+    try:
+        on_time = exact.trained(SIZES["tiny"], "cuda", "zero3", "cpu")
+        with in_order("other streams early"):
+            for seed in range(2):
+                with exact.late("cuda", seed):
+                    assert torch.equal(exact.trained(SIZES["tiny"], "cuda", "zero3", "cpu"), on_time)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_two_ranks_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each calls itself a host, or NCCL would refuse them."""
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")  # or it would set that itself
+    check = Check(Output(tmp_path / "out"), "cuda", str(tmp_path), 150.0)
+    check.run([replace(part, estimate_s=25.0) for part in tiny_parts() if part.fields.get("ranks") == 2])
+    _, bits, trainer = check.output.records
+    assert bits["status"] == trainer["status"] == "ok", check.output.records
+    assert bits["late_runs"] > 0 and trainer["zero1_ms"] > 0

@@ -6,12 +6,14 @@ A table is what the engine does now: another wait fails, and one that is gone is
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from lightning_zero.planning.placement import OFFLOADS, Tier
 from lightning_zero.settings import Offload
+from tests.device import timed
 from tests.device.machine import Wait
 from tests.device.simulate import FLAT, MIXED, PLAIN, Case, Step
 from tests.device.test_races import SMALL, Trained
@@ -190,3 +192,29 @@ def test_no_message_of_a_step_is_the_first_of_its_kind(case: Case, trained: Trai
     found = trained(case)
     sent = {message for step in found.steps for message in step.messages}
     assert sent and sent <= set(found.construction.messages)
+
+
+# -- seconds of a step on an H200 -------------------------------------------------------------------------------------
+
+# An order that makes one thing wait for another, for no need, fails here: gathers that wait for all of compute,
+# gradients that leave between kernels of the backward, a host that waits for the steps.
+LEAST = 0.9  # of the bound that is reached
+
+Elsewhere = Callable[..., timed.Predicted]
+
+TIMED = [("cpu", "plain"), ("optimizer_cpu", "two micro-batches")]
+MORE = [("cpu", "two micro-batches"), ("nvme", "clipped"), ("optimizer_nvme", "plain")]
+MORE += [("optimizer_cpu", "plain"), ("optimizer_cpu", "clipped")]
+
+
+@pytest.mark.parametrize(("row", "how"), [*TIMED, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)])
+def test_a_step_takes_little_more_than_it_must(row: str, how: str, elsewhere: Elsewhere) -> None:
+    found = elsewhere(timed.predict, row, timed.HIDING_TOKENS, **timed.HOWS[how])
+    assert found.phi >= LEAST, found
+    assert found.seconds >= max(found.busy.values()) * 0.99, found  # what is busy all the time sets the pace
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("row", "how"), [("cpu", {"ranks": 4}), ("optimizer_cpu", {"precision": "fp32"})])
+def test_so_it_does_on_four_ranks_and_in_fp32(row: str, how: dict[str, Any], elsewhere: Elsewhere) -> None:
+    assert elsewhere(timed.predict, row, timed.HIDING_TOKENS, **how).phi >= LEAST

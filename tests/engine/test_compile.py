@@ -229,7 +229,10 @@ def test_what_has_no_effect_is_refused() -> None:
     eager = {"name": "blocks", "arguments": {"backend": "eager"}}
     for settings, says in (
         ({"arguments": {"dynamic": True}}, r"^compile\['arguments'\] has no effect with compile='none'"),
-        ({"name": "blocks", "arguments": {"mod": "default"}}, r"^compile\['arguments'\]\['mod'\]: .*mean mode\?"),
+        (
+            {"name": "blocks", "arguments": {"mod": "default"}},
+            r"^compile\['arguments'\]\['mod'\]: .*Write compile\['arguments'\]\['mode'\]",
+        ),
         (eager, r"^compile='blocks': the model has no blocks"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -402,22 +402,6 @@ def test_release_gives_a_plain_module_back(row: str, stage: int, tmp_path: Path)
         time.sleep(0.01)
 
 
-@on_ranks(1, 2)
-@SOMEWHERE
-def test_two_models_side_by_side_equal_none(row: str, stage: int, tmp_path: Path) -> None:
-    """A generator and its critic, say: each has an engine of its own, in the same folder."""
-    found = []
-    for place in (offload(row, tmp_path), {"offload": "none"}):
-        torch.manual_seed(3)
-        with Sharded(Model(), stage=stage, **place) as one, Sharded(Model(width=24), stage=stage, **place) as other:
-            losses = []
-            for step in range(3):
-                losses += [accumulate(side, step, 1) for side in (one, other)]
-                step_and_clear(one, other)
-            found.append([*losses, *whole(one), *whole(other)])
-    assert_equal(*found)
-
-
 @on_ranks(1)
 def test_a_module_that_cannot_be_sharded_leaves_its_folder_free(tmp_path: Path) -> None:
     plain = Does(lambda m, x: x, weight=nn.Parameter(torch.empty(3, 3, device="meta")))

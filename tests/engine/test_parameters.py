@@ -65,20 +65,6 @@ def test_tied_parameters_are_stored_once_in_the_common_unit() -> None:
         assert state["head.weight"] is state["embed.weight"]
 
 
-BACKBONE = ("embed", "blocks.0", "blocks.1", "blocks.2")
-
-
-@on_ranks(2, full=(3,))
-@IN_STAGES
-@pytest.mark.parametrize(
-    "frozen",
-    [("embed",), ("blocks.1",), BACKBONE, ("blocks.0.up", "blocks.2.norm")],
-    ids=["embedding", "one unit", "backbone", "parts of units"],
-)
-def test_frozen_parameters_stay_and_others_train(stages: tuple[int, ...], frozen: tuple[str, ...]) -> None:
-    check(functools.partial(models.frozen, *frozen), language_work, stage=stages)
-
-
 @on_ranks(2)
 def test_frozen_parameters_have_no_gradient_state_reduction_or_memory() -> None:
     with Sharded(models.frozen("blocks.1")) as side:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lightning_zero
-from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.unit import State, Unit
 from tests.engine.sides import Sharded, Side, sgd, step_and_clear, with_twin
 from tests.engine.support import IN_STAGES, OUTER_STAGES, PRECISIONS, STAGES, assert_same, check
@@ -505,16 +504,6 @@ def test_two_models_in_one_process_train(stages: tuple[int, int]) -> None:
                 judge.zero_grad()
             assert_same(*makers)
             assert_same(*judges)
-
-
-@on_ranks(2)
-def test_a_module_cannot_be_sharded_twice_at_once_but_again_after_its_release() -> None:
-    module = Model()
-    with Sharded(module), pytest.raises(ValueError, match="sharded already"):
-        lightning_zero.shard(module, device="cpu")
-    assert engine_of(module) is None
-    with Sharded(module, stage=2) as side:
-        language_work(side, 0)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,8 +195,9 @@ def test_a_module_that_needs_fp32_has_it_by_the_setting(stage: int) -> None:
         precision = {"name": "bf16", "fp32_modules": [pattern]}
         with Sharded(build(), stage=stage, precision=precision) as side, autocast("bf16"):
             side.backward(side.module(x).square().mean())
-    with pytest.raises(ConfigError, match=r"fp32_modules'\]: expected .*, got '2\.\*'"):
-        Sharded(build(), stage=stage, precision={"name": "bf16", "fp32_modules": ["2.*"]})
+    for pattern in ("2.*", "1"):  # of no module; a name without a dot, which is no class
+        with pytest.raises(ConfigError, match=rf"fp32_modules'\]: expected .*, got '{re.escape(pattern)}'"):
+            Sharded(build(), stage=stage, precision={"name": "bf16", "fp32_modules": [pattern]})
 
 
 @on_ranks(2)

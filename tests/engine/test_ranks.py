@@ -505,8 +505,8 @@ class LateWork:
 class LateTransport:
     """Issues messages after a pause and shows their end late, each rank by other lengths."""
 
-    def __init__(self, inner: Any, chance: random.Random) -> None:
-        self._inner, self._chance = inner, chance
+    def __init__(self, inner: Any, chance: random.Random, most: float = MAX_DELAY_S) -> None:
+        self._inner, self._chance, self._most = inner, chance, most
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
@@ -518,7 +518,7 @@ class LateTransport:
         return Sent([LateWork(work, self._pause()) for work in sent.works], sent.finish)
 
     def _pause(self) -> float:
-        return self._chance.random() ** 4 * MAX_DELAY_S  # mostly short
+        return self._chance.random() ** 4 * self._most  # mostly short
 
 
 @on_ranks(3, full=(2,))

@@ -219,21 +219,6 @@ def test_rows_by_budgets() -> None:
 
 
 @on_ranks(2)
-def test_frozen_parameters_are_thawed_after_it() -> None:
-    def act(side: Sharded, restages: bool) -> list[Tensor]:
-        found = [train(side, 0, "bf16")]
-        if restages:
-            side.engine.restage(1, "optimizer_cpu")
-        side.module.blocks[1].requires_grad_(True)
-        found += [train(side, step, "bf16") for step in (1, 2)]
-        if restages:
-            side.engine.restage(0, "none")
-        return [*found, train(side, 4, "bf16")]
-
-    history(act, lambda: Odd(depth=2), precision="bf16")
-
-
-@on_ranks(2)
 def test_state_of_a_class_of_users_stays_as_wide_as_it_was() -> None:
     def act(side: Sharded, restages: bool) -> list[Tensor]:
         first = train(side, 0)

@@ -17,9 +17,9 @@ import lightning_zero
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.bucket import Shown
 from lightning_zero.engine.whole.values import OnRank0
-from tests.engine.sides import Sharded, Side, load_state, state_of, step_and_clear
-from tests.engine.support import IN_STAGES, PLAIN, PRECISIONS, STAGES, assert_absent, assert_equal, assert_same, check
-from tests.engine.works import accumulate, autocast, floats, language_work, loss_at, tokens, train, trained
+from tests.engine.sides import Sharded, load_state, state_of, step_and_clear
+from tests.engine.support import PRECISIONS, STAGES, assert_absent, assert_equal, assert_same
+from tests.engine.works import autocast, floats, language_work, loss_at, tokens, train, trained
 from tests.harness import on_ranks
 from tests.models import VOCABULARY, WIDTH, Model
 
@@ -382,17 +382,6 @@ def test_zeroed_gradients_are_gradients_and_cleared_ones_are_not(stage: int) -> 
         with lightning_zero.gather(sharded.module, grads=True):
             assert all(p.grad is None for p in sharded.module.parameters())
         assert lightning_zero.grad_norm(sharded.module).item() == 0
-
-
-@on_ranks(2)
-@IN_STAGES
-@PLAIN
-def test_sparse_gradients_of_embeddings_train_as_dense_ones(stages: tuple[int, ...], plain: bool) -> None:
-    def work(side: Side, step: int) -> Tensor:
-        side.module.embed.sparse = isinstance(side, Sharded)
-        return accumulate(side, step, micro_batches=2)
-
-    check(Model, work, stage=stages, plain=plain, tolerance=1e-6)
 
 
 # -- whole state dicts ------------------------------------------------------------------------------------------------

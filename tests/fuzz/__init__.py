@@ -9,9 +9,7 @@
     run          runs a program on every rank on both sides and compares; the verdict
     refusals     what the engine may refuse, and why
     __main__     for as long as one likes: ``python -m tests.fuzz --minutes 60``
-    sequences    the same for sequences in parts, and
-    meshes       for modules split among ranks, and
-    fits         for hooks and uneven data under the Trainer: programs of their own
+    fits         the same for hooks and uneven data under the Trainer: programs of their own
     test_fuzz    a minute of it, always the same
 
 A program ends in equality or in a refusal that is on the list, the same on all ranks. Actions that have nothing to work

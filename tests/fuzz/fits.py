@@ -12,9 +12,13 @@ have; of stage 0 with ``zero.uneven=join``.
 
 from __future__ import annotations
 
+import argparse
+import collections
+import pickle
 import random
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +27,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from tests.fuzz.sequences import main
+from tests import harness
 from tests.trainer import test_between_steps as uses
 from tests.trainer.test_uneven import loader
 from tests.trainer.toys import record, seeded, strategy_of, trainer
 
+LIMIT_S = 120.0
 ROWS = ("zero3", "zero3_offload", "zero3 nvme", "zero3 optimizer_cpu", "zero2", "zero2_offload", "zero1", "zero0")
 KEEPING = (uses.keeps, uses.keeps_states, uses.swaps_data)
 ACTS = {act.__name__: act for act in (*uses.ACTS, uses.uses_units_together, *KEEPING)}
@@ -147,5 +152,39 @@ def run(program: Program) -> str:
     return "equal"
 
 
+def main() -> int:
+    """Draw programs and run each on two ranks, until the time is over."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.fits", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one")
+    parser.add_argument("--program", metavar="SEED:NUMBER", help="this one alone")
+    given = parser.parse_args()
+    seed = given.seed if given.seed is not None else random.SystemRandom().randrange(2**31)
+    only = None
+    if given.program:
+        seed, only = map(int, given.program.split(":"))
+    print(f"seed {seed}", flush=True)
+    counts: collections.Counter[str] = collections.Counter()
+    until, number, pool = time.monotonic() + 60 * given.minutes, only or 0, None
+    while (time.monotonic() < until and only is None) or number == only:
+        program = draw(random.Random(f"{seed} {number}"))
+        pool = pool or harness.Pool(2)
+        try:
+            verdict = max(pool.run(pickle.dumps((run, (program,), {})), LIMIT_S), key=len)
+        except Exception as error:
+            verdict, pool = f"dies: {error}", pool.kill()  # type: ignore[func-returns-value]
+        kind = verdict.partition(":")[0]
+        counts[kind] += 1
+        if kind != "equal" or only is not None:
+            print(f"--program {seed}:{number}  {program}\n{verdict}\n", flush=True)
+        if kind == "raises" and pool is not None:
+            pool = pool.kill()  # type: ignore[func-returns-value]
+        number += 1
+    if pool is not None:
+        pool.close()
+    print(f"{sum(counts.values())} programs, seed {seed}: {dict(counts)}")
+    return int(any(kind != "equal" for kind in counts))
+
+
 if __name__ == "__main__":
-    sys.exit(main("fits", __doc__ or "", draw, run, 2))
+    sys.exit(main())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.engine import Engine, engines
 from lightning_zero.engine.whole import state_dicts
+from tests.engine.test_ranks import LateTransport
 from tests.fuzz.models import Tree, build
 from tests.fuzz.programs import Program, Settings
 
@@ -270,7 +270,8 @@ class Ours(Side):
         if settings.precision == "fp16":
             engine.passes.reducer.set_loss_scale(LOSS_SCALE)
         if settings.lag and not self._reference and engine.comm.world_size > 1:
-            engine.comm._transport = _LateTransport(engine.comm._transport, settings.lag / 1000)
+            chance = random.Random(dist.get_rank())
+            engine.comm._transport = LateTransport(engine.comm._transport, chance, settings.lag / 1000)
         return engine
 
     def scope(self, *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
@@ -384,19 +385,3 @@ def _like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
 def _is_fresh(entry: dict[str, Any]) -> bool:
     """Whether a state is one that no step has used: Adagrad makes it when it is built."""
     return "step" in entry and float(entry["step"]) == 0.0
-
-
-class _LateTransport:
-    """Issues messages after a pause, each rank after others."""
-
-    def __init__(self, inner: Any, seconds: float) -> None:
-        self._inner, self._seconds = inner, seconds
-        self._chance = random.Random(dist.get_rank())
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return partial(self._late, found) if callable(found) else found
-
-    def _late(self, issue: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        time.sleep(self._chance.random() ** 4 * self._seconds)  # mostly short
-        return issue(*args, **kwargs)

@@ -197,6 +197,47 @@ def test_a_rank_that_dies_under_lightnings_launcher_ends_all(rank: int, tmp_path
     assert time.monotonic() - started < 100
 
 
+# Rank 0 alone reads a weight, while the other rank waits in a collective of Lightning's.
+ALONE = """
+import lightning as L
+import torch
+from lightning_zero import ZeroStrategy
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := self.net(batch).square().mean(), on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        if self.global_rank == 0:
+            self.net.weight.mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = L.Trainer(
+    strategy=ZeroStrategy("zero3", stall_timeout_s=150), accelerator="cpu", devices=2, max_epochs=2, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Lit(), torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=2))
+"""
+
+
+@pytest.mark.full
+def test_a_rank_whose_wait_fails_ends_at_once(tmp_path: Path) -> None:
+    """Messages that it has sent are still under way, and the other rank takes no part in them."""
+    (tmp_path / "train.py").write_text(ALONE)
+    started = time.monotonic()
+    done = run(tmp_path, "python", "train.py")
+    assert done.returncode == 1
+    assert "waits for 'a use of unit" in done.stderr and "Look for a call that only some ranks make" in done.stderr
+    assert time.monotonic() - started < 100
+
+
 # -- other launchers --------------------------------------------------------------------------------------------------
 
 
@@ -252,7 +293,7 @@ def test_the_commands_of_the_docs(launcher: str, undisturbed: Path, tmp_path: Pa
 def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "NODE_RANK": 0}
     started = time.monotonic()
-    overrides = ("trainer.num_nodes=2", "trainer.devices=2", "zero.stall_timeout_s=8")
+    overrides = ("trainer.num_nodes=2", "trainer.devices=2", "zero.stall_timeout_s=20")
     done = run(tmp_path, "python", *TRAIN, *SMALL, *overrides, **place, code=2)
     assert "ranks 2-3 of 4 (all of node 1) did not come to localhost:" in done.stderr
     assert "Traceback" not in done.stderr

@@ -24,7 +24,7 @@ from lightning_zero.planning.memory import (
     peak_bytes,
     planned_bytes,
 )
-from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, STAGES, Placement, Tier, TierRow
+from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, STAGES, Tier, TierRow
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 from lightning_zero.settings import Offload, Stage
 from lightning_zero.tiers.nvme import NvmeTier
@@ -71,19 +71,6 @@ def test_gradients_of_stage_1_rest_whole_then_in_slices_then_nowhere() -> None:
     plan = bucket([4096], 4, Stage.zero1)
     grads = {m: planned_bytes([plan], 0, state_tensors=2, moment=m)[Role.grad, Tier.device] for m in Moment}
     assert grads == {Moment.accumulating: 2 * 4096, Moment.reduced: 2 * 1024, Moment.cleared: 0}
-
-
-def test_a_frozen_bucket_has_parameters_only() -> None:
-    for stage in STAGES:
-        plan = planned_bytes([bucket([4096], 4, stage, trainable=False)], 0, state_tensors=2)
-        sharded = STAGES[stage].compute_param is Placement.sharded
-        assert plan[Role.compute_param, Tier.device] == 2 * (1024 if sharded else 4096) == sum(plan.values())
-
-
-@given(NUMELS, st.integers(2, 5), st.booleans())
-def test_a_later_stage_never_holds_more(numels: list[int], ranks: int, mixed: bool) -> None:
-    totals = [total(bucket(numels, ranks, stage, mixed=mixed), moment=Moment.accumulating) for stage in STAGES]
-    assert totals == sorted(totals, reverse=True)
 
 
 # -- tiers ------------------------------------------------------------------------------------------------------------

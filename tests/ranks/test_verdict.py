@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import subprocess
@@ -184,6 +185,16 @@ def test_a_neighbour_is_named_while_it_is_not_heard(elsewhere: None) -> None:
     assert judge(0.2) is None  # it was only slow
 
 
+def test_of_ranks_that_have_ended_those_without_a_goodbye_are_named() -> None:
+    seen = {2: Seen(replace(post(), left=True), True), 3: Seen(post(), True)}
+    assert Gone([2, 3], True).sentence(seen) == "rank 3 (on node, process 7) has ended without a word (killed?)"
+
+
+def test_a_process_lives_if_no_file_can_be_opened() -> None:
+    with mock.patch.object(posts.Path, "read_text", side_effect=OSError(errno.EMFILE, "too many open files")):
+        assert is_alive(1)
+
+
 def test_a_goodbye_stays(elsewhere: None) -> None:
     """The thread that posts what a rank does may be late."""
     _, (one, other) = ranks(2)
@@ -198,7 +209,11 @@ def test_broken_connections_are_known_by_their_words() -> None:
         "Read error [127.0.0.1]:1: Connection reset by peer",
         "writev [10.0.0.1]:2: Broken pipe",
     ]
-    others = ["shapes cannot be multiplied", "Timed out waiting 1800000ms for recv operation to complete"]
+    others = [
+        "shapes cannot be multiplied",
+        "PytorchStreamReader failed reading zip archive",
+        "Timed out waiting 1800000ms for recv operation to complete",
+    ]
     assert all(is_broken_connection(RuntimeError(words)) for words in broken)
     assert not any(is_broken_connection(RuntimeError(words)) for words in others)
     assert not is_broken_connection(KeyError("connection closed"))

@@ -161,6 +161,33 @@ def test_a_rank_that_gets_on_is_told_and_goes_on(sides: Sides, capfd: pytest.Cap
     assert seen_within(3, lambda: bool(ranks[0].ended))
 
 
+def test_a_rank_that_has_stood_still_before_has_its_time(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For launchers to act, and for exceptions to arrive."""
+    monkeypatch.setattr(module, "STANDSTILL_S", 1.0)
+    ranks = sides(2)
+    time.sleep(1.5)
+    die(ranks, 1)
+    assert not seen_within(0.7, lambda: bool(ranks[0].ended))
+    assert seen_within(3, lambda: bool(ranks[0].ended))
+
+
+def _raises() -> None:
+    store = dist.HashStore()
+    side = Side(store, 0, 2, 30.0, False)
+    try:
+        raise ValueError
+    finally:  # as in a process of multiprocessing
+        module._say_goodbye()
+        assert not side.dog._left
+        module._LIVE.discard(side.dog)
+        side.close_all()
+
+
+def test_a_rank_that_ends_by_an_exception_says_no_goodbye() -> None:
+    with pytest.raises(ValueError):
+        _raises()
+
+
 @pytest.mark.parametrize(
     "why", ["gloo hears by itself", "a goodbye", "a goodbye without new threads", "the session is interactive"]
 )

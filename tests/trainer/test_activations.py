@@ -132,7 +132,7 @@ def test_other_batch_sizes_follow_from_two(name: str) -> None:
     assert sizes.sizes == (4, 8) and sizes.scales
     for rows in (5, 16):
         exact = measure(*case(name, rows), make_config(), Precision.fp32)
-        found = sizes.of(rows)
+        found = sizes.interpolate(rows)
         assert found.peak(backward=True) == pytest.approx(exact.peak(backward=True), rel=0.05)
         assert found.saved == pytest.approx(exact.saved, rel=0.01)
         assert (found.batch, found.flops) == (exact.batch, exact.flops)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import io
 import os
 import re
 import time
@@ -39,27 +38,6 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*has no O_DI
 
 def values(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("row, precision", [("zero0", "bf16-true"), ("zero3", "32-true"), ("zero3_nvme", "bf16-mixed")])
-def test_one_rank_alone_saves_copies_and_differentiates_the_module(row: str, precision: Any, tmp_path: Path) -> None:
-    run = fit(strategy_of(row, tmp_path), tmp_path, seeded(Lit), precision=precision)
-    module = run.module
-    assert type(module.first.weight) is nn.Parameter and module.first.weight.grad is None
-    assert_weights(values(module), run.weights, tolerance=0)
-    if dist.get_rank() == 1:
-        x = Samples()[0][0][None].to(module.dtype)
-        out, file = module(x), io.BytesIO()
-        torch.save(module.state_dict(), file)
-        assert file.tell() < 3 * sum(v.nbytes for v in run.weights.values()) + 10_000
-        twin = copy.deepcopy(module)
-        assert engine_of(twin) is None and torch.equal(twin(x), out)
-        twin(x).sum().backward()
-        module(x).sum().backward()
-        assert torch.equal(module.first.weight.grad, twin.first.weight.grad)
-        module.half()
-        module.to(run.weights["first.weight"].dtype)
 
 
 @pytest.mark.sample

@@ -282,7 +282,7 @@ def test_frozen_parameters_are_left_out_and_then_needed(form: str, tmp_path: Pat
     saved = fit(strategy("zero3", form, tmp_path, exclude_frozen=True), tmp_path, seeded(toys.Frozen), max_epochs=1)
     saved.trainer.save_checkpoint(path)
     assert _keys(path) == {"head.weight", "head.bias", "seen"}
-    with pytest.raises(RuntimeError, match=r"got .*adapter\.ckpt: it lacks turned"):
+    with pytest.raises(RuntimeError, match=r"got .*adapter\.ckpt: the checkpoint lacks turned"):
         toys.loaded_weights(path, strategy("zero3", form, tmp_path, exclude_frozen=True), tmp_path)
 
 
@@ -319,7 +319,7 @@ def test_settings_that_a_checkpoint_overrules_are_named(scheduler: str, tmp_path
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             after.fit(lit(then), loader(), loader(), ckpt_path=tmp_path / "first.ckpt")
-        said = [str(w.message) for w in caught if "the settings of the checkpoint" in str(w.message)]
+        said = [str(w.message) for w in caught if "the settings in the checkpoint" in str(w.message)]
         if dist.get_rank() or then == 0.05 or scheduler == "onecycle":  # which sets aside the rate that was given
             assert said == []
         else:

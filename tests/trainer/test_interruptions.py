@@ -194,22 +194,6 @@ def test_sigterm_saves_and_leaves_and_requeues_nothing(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_steps_for_loggers_are_counted_as_without_interruption(tmp_path: Path) -> None:
-    """In a job that is interrupted twice, of whose checkpoints the newest alone is kept: each holds the whole state."""
-    seen: list[Any] = []
-    look = LambdaCallback(
-        on_train_batch_start=lambda of, *_: seen.append((of.global_step, of.fit_loop.epoch_loop._batches_that_stepped))
-    )
-    settings: dict[str, Any] = {"limit_val_batches": 0, "plugins": [slurm(tmp_path)], "callbacks": [look]}
-    for start, at in enumerate((1, EPOCH - 1), 1):
-        with pytest.raises(SystemExit):
-            fit("zero3", tmp_path, seeded(lambda at=at: Signalled(at)), **settings)
-        assert files(tmp_path, "hpc_ckpt_*") == [f"hpc_ckpt_{start}.ckpt"]
-    fit("zero3", tmp_path, seeded(Signalled), **settings)
-    assert seen == [(step, step) for step in range(2 * EPOCH)]
-
-
-@on_ranks(2)
 def test_main_job_loads_what_it_has_decided_on(tmp_path: Path) -> None:
     """And not what an earlier job has left in the folder."""
     with pytest.raises(SystemExit):
@@ -421,30 +405,6 @@ def test_saves_by_the_clock_take_a_bounded_share_of_the_time(tmp_path: Path) -> 
 # -- inside a validation of a fit -------------------------------------------------------------------------------------
 
 
-class Told:
-    """This rank's batches; knows its place, as torchdata's StatefulDataLoader does."""
-
-    def __init__(self) -> None:
-        self.batches = list(loader())
-        self.first = self.given = 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        first, self.first = self.first, 0
-        for i, batch in enumerate(self.batches[first:], first):
-            self.given = i + 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["given"]
-        self.first = self.given % len(self.batches)
-
-
 @pytest.mark.sample
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [0, 1])
@@ -487,7 +447,7 @@ def body(
     of = trainer(strategy, root, callbacks=[EMAWeightAveraging(decay=0.8)] if averages else [], **settings)
     of.strategy.saves_on_sigterm = True
     with pytest.raises(SystemExit, match="143") if at >= 0 else contextlib.nullcontext():
-        of.fit(module, Told(), loader(), ckpt_path=path)
+        of.fit(module, toys.Told(loader()), loader(), ckpt_path=path)
     return of, module
 
 
@@ -534,7 +494,7 @@ def test_slurm_requeues_after_the_validation_or_training_goes_on(refuses: bool, 
         callbacks = [EMAWeightAveraging(decay=0.8)]
         of = trainer("zero3", tmp_path, val_check_interval=3, plugins=[environment], callbacks=callbacks)
         with pytest.raises(SystemExit, match="0") if at >= 0 and not refuses else contextlib.nullcontext():
-            of.fit(module, Told(), loader())
+            of.fit(module, toys.Told(loader()), loader())
         return module
 
     environment = slurm(tmp_path, refuses)

@@ -1,6 +1,5 @@
-"""Starts of the Trainer: scripts that Lightning starts twice, and notebooks: one device in a cell, several by fork.
-
-An interactive session is simulated; one real kernel is tried.
+"""Starts of the Trainer: scripts that Lightning starts twice, and notebooks: one device in a cell, several by fork. An
+interactive session is simulated.
 """
 
 from __future__ import annotations
@@ -139,18 +138,6 @@ def test_forked_processes_compute_on_one_thread(tmp_path: Path) -> None:
     found = forked(partial(exec, NOTEBOOK + THREADS, {}), tmp_path, [""], code=0)
     assert found.stdout.splitlines()[-1] == "1 None"
     assert "computes on one thread" in found.stderr
-
-
-@pytest.mark.full
-def test_cells_train_in_a_real_kernel(tmp_path: Path) -> None:
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
-    beginning = NOTEBOOK.replace('sys.ps1 = ">>> "', "assert hasattr(sys, 'ps1')")
-    cells = [beginning, f"sys.argv = ['', {str(tmp_path / 'last.ckpt')!r}]", *TRAINING.split("\n\n")]
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    place = {"metadata": {"path": str(Path.cwd())}}
-    nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources=place).execute()
-    assert "trained" in str(book.cells[-1].outputs)
 
 
 # -- scripts: their exit codes, and exceptions on one rank -------------------------------------------------------------

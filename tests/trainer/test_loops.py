@@ -21,8 +21,6 @@ from lightning.pytorch import callbacks as cb
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch._inductor.exc import InvalidCxxCompiler
-from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.utilities import dim_zero_cat
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.settings import ConfigError
@@ -100,54 +98,6 @@ def test_objects_with_our_methods_are_pickled_as_lightnings(protocol: int, tmp_p
             )
     fit("zero3", tmp_path, callbacks=callbacks[:1], enable_checkpointing=True)
     assert pickle.loads(pickle.dumps(callbacks[0])).state_dict() == callbacks[0].state_dict()
-
-
-class Distance(Metric):
-    """A metric with a network, as FID, LPIPS and BERTScore are."""
-
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).eval().requires_grad_(False)
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("seen", [], dist_reduce_fx="cat")
-
-    def update(self, x: Tensor) -> None:
-        self.total += self.net(x).double().square().sum()
-        self.seen.append(x)
-
-    def compute(self) -> Tensor:
-        return self.total / len(dim_zero_cat(self.seen))
-
-
-class Measures(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.distance, self.more = Distance(), MetricCollection([Distance(), MeanMetric()])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.distance.update(batch[1])
-        self.log("distance", self.distance, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.more.update(batch[1])
-        self.log_dict(dict(self.more.items()))
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        super().on_train_batch_end(*args)
-        self.to(self.device)  # changes nothing
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("row", ["zero0", "zero1", "zero3", "zero3_offload"])
-def test_metrics_with_a_network_equal_ddp(row: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"max_epochs": 1, "check_val_every_n_epoch": 1}
-    expected = fit(DDPStrategy(find_unused_parameters=True), tmp_path, seeded(Measures), **settings)
-    found = fit(row, tmp_path, seeded(Measures), **settings)
-    assert_same(found, expected)
 
 
 class Converts(Lit):

@@ -183,7 +183,7 @@ def test_other_numbers_of_ranks_go_on_with_seeds_of_their_own(tmp_path: Path) ->
     first, again = run(3, _go_on, tmp_path), run(3, _go_on, tmp_path)
     assert [drawn for drawn, _ in first] == [drawn for drawn, _ in again]
     assert len({tuple(drawn) for drawn, _ in first}) == 3
-    assert re.search("of 2 ranks: each of these 3.*max_steps are not scaled", "".join(first[0][1]))
+    assert re.search("of 2 ranks: each of the 3 ranks.*max_steps are not scaled", "".join(first[0][1]))
     assert not run(2, _go_on, tmp_path)[0][1]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -184,45 +183,18 @@ class Counted(Lit):
         return {"loss": self.loss(batch), "tokens": len(batch[0])}
 
 
-class Stateful:
-    """A loader that continues inside an epoch if it has loaded a state, and else begins anew, as torchdata's does."""
-
-    def __init__(self, counts: tuple[int, ...]) -> None:
-        self.data, self.done, self.loaded = list(batches(dist.get_rank(), counts[dist.get_rank()])), 0, False
-
-    def __iter__(self) -> Iterator[Any]:
-        self.done, self.loaded = self.done if self.loaded else 0, False
-        return self._rest()
-
-    def _rest(self) -> Iterator[Any]:
-        while self.done < len(self.data):
-            self.done += 1
-            yield self.data[self.done - 1]
-        self.done = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.done, self.loaded = state["done"], True
+def own_batches(counts: tuple[int, ...]) -> Iterator[Any]:
+    return batches(dist.get_rank(), counts[dist.get_rank()])
 
 
-class StatefulListed(Stateful):
-    def __len__(self) -> int:
-        return len(self.data)
+class Unlisted(toys.Told):
+    """Does not tell how many batches it has."""
 
-
-class Saves(pl.Callback):
-    def __init__(self, at: int, path: Path) -> None:
-        self.at, self.path = at, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.at:
-            trainer.save_checkpoint(self.path)
+    __len__ = None  # type: ignore[assignment]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", [Stateful, StatefulListed])
+@pytest.mark.parametrize("kind", [toys.Told, Unlisted])
 @pytest.mark.parametrize("counts", [(3, 5), (5, 3)])
 @pytest.mark.parametrize(
     ("uneven", "at", "limit"),
@@ -236,14 +208,14 @@ class Saves(pl.Callback):
     ],
 )
 def test_each_rank_resumes_at_its_own_place(
-    uneven: str, at: int, limit: Any, counts: tuple[int, ...], kind: type[Stateful], tmp_path: Path
+    uneven: str, at: int, limit: Any, counts: tuple[int, ...], kind: Callable[[Any], Any], tmp_path: Path
 ) -> None:
     """Also where one is out already, and after an epoch that has left batches on some."""
     path, runs, modules = tmp_path / "saved.ckpt", [], []
-    for settings in ({"callbacks": [Saves(at, path)]}, {}):
+    for settings in ({"callbacks": [toys.saves_at(path, at)]}, {}):
         strategy = strategy_of("zero3", tmp_path, uneven=uneven, checkpoint="sharded" if at == 4 else "full")
         of, module = trainer(strategy, tmp_path, limit_train_batches=limit, **settings), seeded(Lit)
-        of.fit(module, kind(counts), ckpt_path=None if settings else path)
+        of.fit(module, kind(own_batches(counts)), ckpt_path=None if settings else path)
         runs.append(toys.weights(of))
         modules.append(module)
     repeated = max(0, 5 - at) if uneven == "join" and counts[dist.get_rank()] < at else 0  # of another rank, weight 0
@@ -255,10 +227,10 @@ def test_each_rank_resumes_at_its_own_place(
 def test_a_fit_goes_on_from_a_save_after_an_epoch_that_has_left_batches(tmp_path: Path) -> None:
     path, strategy = tmp_path / "saved.ckpt", strategy_of("zero3", tmp_path)
     of, module = trainer(strategy, tmp_path, max_epochs=1), seeded(Lit)
-    of.fit(module, StatefulListed(UNEVEN))
+    of.fit(module, toys.Told(own_batches(UNEVEN)))
     of.save_checkpoint(path)
     of, module = trainer(strategy_of("zero3", tmp_path), tmp_path), seeded(Lit)
-    of.fit(module, StatefulListed(UNEVEN), ckpt_path=path)
+    of.fit(module, toys.Told(own_batches(UNEVEN)), ckpt_path=path)
     assert len(module.losses) == 3
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -252,6 +252,30 @@ def loader(batch_size: int = 2, count: int = SAMPLES) -> DataLoader[Any]:
 def whole_loader(batch_size: int, count: int = SAMPLES) -> DataLoader[Any]:
     """For one process what ``loader(batch_size // ranks)`` is for all ranks together: batches of the same samples."""
     return DataLoader(Samples(count), batch_size=batch_size)
+
+
+class Told:
+    """Batches that know their place, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = list(batches)
+        self.first = self.given = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for i, batch in enumerate(self.batches[first:], first):
+            self.given = i + 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+        self.first = self.given % len(self.batches)
 
 
 def seeded(make: Callable[[], Any], seed: int = 3) -> Any:

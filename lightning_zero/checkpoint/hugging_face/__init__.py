@@ -2,8 +2,7 @@
 
 ::
 
-    files    finds which tensors the files have, under which names, and which model a checkpoint holds; decides where
-    each
-             tensor is in which safetensors file, and writes ranges of tensors
+    files    finds the tensors to export, their names in the files, and the model of a checkpoint; assigns each tensor
+             a position in a safetensors file, and writes ranges of tensors
     export   writes a sharded model on all ranks, config.json and the tokenizer's files
 """

@@ -1,8 +1,7 @@
-"""Export a sharded model to a folder, or yield its tensors in the form of such files.
+"""Export a sharded model to a Hugging Face folder, or yield the tensors that such a folder would hold.
 
-To export, each rank writes its ranges of tensors. Only tensors to convert are gathered. An object store takes no
-ranges, so for it all tensors are gathered, one after another, and rank 0 uploads them.
-"""
+To export, each rank writes its ranges of tensors. Only tensors that must be converted are gathered. An object store
+does not accept ranges, so for an export to one all tensors are gathered, one after another, and rank 0 uploads them."""
 
 from __future__ import annotations
 
@@ -72,8 +71,8 @@ class _Piece(NamedTuple):
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | None, shard_nbytes: int) -> None:
     """Write the model of ``engine`` to the folder ``path`` for ``from_pretrained``. Collective. ``dtype`` is the dtype
     of floating-point tensors (None: as before sharding), ``shard_nbytes`` the largest size of a file. Raises
-    ConfigError if ``path`` is not empty or some ranks do not see it. If the folder cannot be written, all ranks raise,
-    with folder and cause."""
+    ConfigError if ``path`` is not empty or some ranks do not see it. If the folder cannot be written, all ranks raise
+    an error that names folder and cause."""
     with naming(target := place(path), folder=True):
         _Export(engine, target, dtype, shard_nbytes).run()
 
@@ -81,10 +80,9 @@ def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | No
 def stream(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and values of each tensor that ``export`` would write, for an inference engine. Collective.
 
-    All ranks must iterate over all tensors, between steps. A tensor is on the device, and valid until the next one is
-    yielded. ``dtype`` is the dtype of floating-point tensors; ``None``: the dtype that each had before sharding. Raises
-    RuntimeError if ``module`` is not sharded.
-    """
+    All ranks must iterate over all tensors, and not during a training step. A tensor is on the device, and valid until
+    the next tensor is yielded. ``dtype`` is the dtype of floating-point tensors; ``None``: the dtype that each had
+    before sharding. Raises RuntimeError if ``module`` is not sharded."""
     engine = engine_of(module)
     if engine is None:
         raise RuntimeError(f"lightning_zero.stream: expected a sharded module, got {type(module).__name__}.")
@@ -92,7 +90,8 @@ def stream(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tupl
 
 
 class _Tensors:
-    """The tensors of an engine's model, with the names, forms and dtypes that Hugging Face files have."""
+    """Yields the tensors of an engine's model with the names, layouts and dtypes of Hugging Face files. ``dtype``: the
+    dtype of floating-point tensors; None: the dtype that each had before sharding."""
 
     def __init__(self, engine: Engine, dtype: torch.dtype | None) -> None:
         self._engine, self._dtype = engine, dtype
@@ -101,7 +100,8 @@ class _Tensors:
 
     @outside_autograd
     def _plan(self) -> tuple[dict[str, Any], dict[str, Tensor], Outgoing]:
-        """Return the engine's state dict, the same on meta in the files' dtypes, and the export plan. Collective."""
+        """Return the engine's sharded state dict, a second dict of its tensors on meta with the dtypes in the files,
+        and the export plan. Collective."""
         state = sharded_state_dict(self._engine)
         like = {key: self._like(key, value) for key, value in state.items() if isinstance(value, Tensor)}
         first: dict[int, Tensor] = {}  # one object for each object of ``state``, so that tied parameters stay tied
@@ -134,7 +134,8 @@ class _Tensors:
 
     @outside_autograd
     def _gather(self, key: str, state: Mapping[str, Any]) -> Tensor:
-        """Return the whole tensor ``key``. Its bucket stays gathered until another one is needed. Collective."""
+        """Return the unsharded tensor ``key`` of ``state``. The bucket of a parameter stays gathered until a parameter
+        of another bucket is needed. Collective."""
         if key not in self._infos:
             return state[key]  # type: ignore[no-any-return]
         found = self._engine.units.place_of(self._infos[key].param)
@@ -187,7 +188,8 @@ class _Export(_Tensors):
         return self._engine.comm.long_work.items(items, f"exporting to {self._path.name}, in {what}")
 
     def _is_gathered(self, value: Any) -> bool:
-        """Return whether no rank can write its ranges of ``value``: files need row-major tensors."""
+        """Return whether ``value`` must be gathered before it is written: always for an object store, else if it is a
+        sharded tensor that is not row-major as tensors in files are."""
         return self._is_remote or (isinstance(value, TensorParts) and list(value.order) != sorted(value.order))
 
     # -- steps on all ranks ---------------------------------------------------------------------------------------
@@ -251,8 +253,10 @@ class _Export(_Tensors):
 def write_extras(
     model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, adapters: Sequence[str] = ()
 ) -> None:
-    """Write the configuration of ``model`` (of transformers or PEFT; None: write none) to ``folder``. Copy tokenizer
-    files from ``source``, the folder from which the model was loaded. ``adapters``: those of a PEFT model."""
+    """Write the configuration of ``model`` (of transformers or PEFT; None: write none) to ``folder``, with ``dtype`` as
+    the model's dtype (None: unchanged). Copy tokenizer files from ``source``, the folder from which the model was
+    loaded, or else from the folder that ``model`` names. ``adapters``: names of the adapters if ``model`` is of PEFT;
+    then only their configurations are written."""
     for adapter in adapters:
         config = copy.copy(model.peft_config[adapter])
         config.inference_mode, task = True, None
@@ -277,7 +281,8 @@ def write_extras(
 
 
 def _companions(origin: str) -> dict[str, bytes] | None:
-    """Return the files of tokenizers and processors in the folder ``origin``, by name. None: there is no folder."""
+    """Return the contents of the tokenizer and processor files in the folder ``origin``, by file name. Return None if
+    there is no such folder and, with a warning, if reading fails."""
     try:
         source = place(os.path.expanduser(origin))
         if not source.is_dir():

@@ -1,5 +1,5 @@
-"""Find under which names, and in which form, a Hugging Face folder has the tensors of a module, and write safetensors
-files, whose bytes several processes write in any order.
+"""Find the names and layouts with which a Hugging Face folder has the tensors of a module, and write safetensors files
+from several processes, in any order.
 
 Names lose the prefix that the model has in its LightningModule. Tensors that transformers converts at loading are
 converted back, and tied parameters appear once. For a PEFT model PEFT's own functions decide what is written.
@@ -8,9 +8,8 @@ converted back, and tied parameters appear once. For a PEFT model PEFT's own fun
 
     8 bytes: length of the header | header: JSON of names, dtypes, shapes, places | values, row-major
 
-The safetensors library can write only tensors that are all in memory. Here a tensor's place follows from all names and
-shapes, files are made in full length, and each rank writes its ranges of the tensors.
-"""
+The safetensors library can write only tensors that are all in memory. Here the position of each tensor is computed from
+all names and shapes, files are made in full length, and each rank writes its ranges of the tensors."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 
 class Group(NamedTuple):
-    """Tensors of a module that files hold in another form. ``convert`` maps values by key in files to values by name in
-    the module."""
+    """Tensors of a module that have another layout in the files. ``members``: their keys in the module. ``results``:
+    the tensors in the files, on meta, by name. ``convert``: maps the members' values by key to the results' by name."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -52,9 +51,10 @@ class Group(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What to export. ``renamed``: name in files -> key of a tensor that is not converted. ``model``: the module's
-    model of transformers or PEFT; None: it has none. ``adapters``: of a PEFT model, by name; those not named "default"
-    are each in a folder, which leads their tensors' names. ``reads``: keys whose values PEFT needs to plan."""
+    """A plan for an export. ``model``: the module's transformers or PEFT model, or None. ``renamed``: for each tensor
+    that is not converted, name in the files -> key in the module's state dict. ``groups``: the converted tensors.
+    ``adapters``: names of a PEFT model's adapters; names of tensors of an adapter other than "default" begin with the
+    adapter's folder. ``reads``: keys of tensors whose values PEFT needs before the plan can be complete."""
 
     model: Any
     renamed: dict[str, str]
@@ -63,7 +63,7 @@ class Outgoing(NamedTuple):
     reads: tuple[str, ...] = ()
 
     def files(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return the exported tensors on meta, by file and by name in the file. ``state``: the module's, by key."""
+        """Return the tensors to export, by file and by name. ``state``: the module's tensors by key, all on meta."""
         tensors = {name: state[key] for name, key in self.renamed.items()}
         tensors |= {name: value for group in self.groups for name, value in group.results.items()}
         if not self.adapters:
@@ -76,7 +76,7 @@ class Outgoing(NamedTuple):
 
 
 def alone(renamed: Mapping[str, str], state: Mapping[str, Tensor]) -> list[Group]:
-    """Return a group for each tensor in ``renamed``, which has the form of ``Outgoing.renamed``."""
+    """Return a group for each tensor of ``renamed`` (name in the files -> key in ``state``) that converts nothing."""
     named = lambda name, key, values: {name: values[key]}  # noqa: E731
     return [Group((key,), {name: state[key]}, partial(named, name, key)) for name, key in renamed.items()]
 
@@ -86,9 +86,10 @@ def folder_of(adapter: str) -> str:
 
 
 def outgoing(module: nn.Module, state: Mapping[str, Tensor], *, asks: bool = True) -> Outgoing:
-    """Plan the export of ``module``. Of ``state``, its state dict, only shapes, dtypes and object identity are used,
-    but for ``reads``: call again with their values, while the module has them. ``asks``: PEFT compares the vocabulary
-    with that of the original model, for which it may ask the hub; otherwise embeddings are left out."""
+    """Return a plan for the export of ``module`` with the state dict ``state``, whose tensors may be on meta. If the
+    plan has ``reads``, call again with a ``state`` that has values for these keys, while the module's parameters have
+    these values too. ``asks``: whether PEFT may ask the hub for the original model's vocabulary, in order to decide
+    whether embeddings are exported; False: embeddings are not exported."""
     if (peft := sys.modules.get("peft")) is not None:
         for name, inner in module.named_modules():
             if isinstance(inner, peft.PeftModel):
@@ -132,8 +133,8 @@ def _adapters(model: Any, prefix: str, state: Mapping[str, Tensor], embeddings: 
 
 
 def _once(own: Mapping[str, str], state: Mapping[str, Tensor], model: Any) -> dict[str, str]:
-    """Return ``own``, names in files and keys of ``state``, with a single name for each tied tensor: one that is not in
-    the model's ``_tied_weights_keys``, else the first."""
+    """Return ``own`` (name in the files -> key in ``state``) with one name for each tied tensor: the first that is not
+    in the model's ``_tied_weights_keys``, or the first if all are."""
     tied = getattr(model, "_tied_weights_keys", None)
     tied = set(tied) if tied else set()
     names: dict[int, list[str]] = {}
@@ -173,8 +174,9 @@ def _on_meta(value: Tensor) -> Tensor:
 
 
 def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
-    """Describe the transformers model in ``module`` by plain values, so that a checkpoint can be converted without the
-    user's code. None: there is no such model, or it has adapters. ``source``: the folder that it came from."""
+    """Return plain values that describe the transformers model in ``module``, with which a checkpoint can be converted
+    without the user's code. Return None if there is no such model, or if it has adapters. ``source``: the folder from
+    which the model was loaded."""
     model, prefix = hugging_face_model(module)
     if model is None or prefix.endswith("base_model.model."):  # with adapters
         return None
@@ -184,7 +186,8 @@ def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
 
 
 def model_of(record: Mapping[str, str]) -> Any:
-    """Build on meta the model that ``record`` describes; return None if transformers lacks it or is missing."""
+    """Build on meta and return the model that ``record``, a result of :func:`record_of`, describes. Return None if
+    transformers is not installed or lacks the model's class."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
@@ -207,7 +210,8 @@ _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def parse_dtype(key: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the floating-point dtype that ``value`` is or names, None for None. Raises ConfigError otherwise."""
+    """Return the floating-point dtype that ``value`` is or names, such as ``bf16``; None for None. Raises ConfigError
+    for another value. ``key``: the argument to name in the error."""
     found = _SHORT.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
     if value is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found
@@ -221,8 +225,9 @@ class Place(NamedTuple):
 
 
 class Files:
-    """Where ``tensors`` (on meta, by file and name) are in files of ``shard_nbytes``, a file by itself being split. A
-    larger tensor has its own file. A place is found by the file's folder and the tensor's name, joined by "/"."""
+    """Assigns each of ``tensors`` (on meta, by file and by name in the file) a position in a safetensors file. A file
+    of more than ``shard_nbytes`` is split; a larger tensor has a file by itself. ``places``: the positions, by the
+    tensor's name, with the folder of its file and "/" in front if the file is in a folder."""
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], shard_nbytes: int) -> None:
         self.names: list[str] = []
@@ -270,7 +275,7 @@ class Files:
             )
 
     def make(self, folder: Path) -> None:
-        """Make all files in full length, with headers and no values; also an index if there are several files."""
+        """Make all files in ``folder`` in full length, with headers but no values; also the index of several files."""
         for name, (head, size) in self.heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
             with (folder / name).open("wb") as file:
@@ -292,7 +297,7 @@ class Files:
 
 
 class Writer:
-    """A context manager that writes ranges of tensors into existing files in ``folder``. Each process makes its own."""
+    """A context manager that writes ranges of tensors into existing files in ``folder``. Each process makes one."""
 
     def __init__(self, files: Files, folder: Path) -> None:
         self._files, self._folder = files, folder
@@ -311,7 +316,8 @@ class Writer:
         self.__exit__()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write ``values`` [n], cast to the file's dtype, as the tensor's row-major elements from ``start`` on."""
+        """Write ``values`` [n], cast to the dtype in the file, to elements ``[start, start + n)`` of the flattened
+        row-major tensor ``name``."""
         place = self._files.places[name]
         write, dtype = self._opened(place.file), place.dtype
         for low in range(0, values.numel(), CHUNK):
@@ -329,8 +335,8 @@ class Writer:
 
 
 class _Uploads(Writer):
-    """Writes the files into a folder of an object store, each from its first byte to its last. ``stack``: at its exit
-    they appear."""
+    """Writes the files into a folder of an object store, each from its first byte to its last. The files appear in the
+    store when ``stack`` exits."""
 
     def __init__(self, files: Files, folder: remote.RemotePath, stack: contextlib.ExitStack) -> None:
         super().__init__(files, Path())
@@ -351,7 +357,7 @@ class _Uploads(Writer):
         return write
 
     def finish(self) -> None:
-        """Begin files without values. Raise RuntimeError if values are missing."""
+        """Write the headers of files that have no values. Raise RuntimeError if values of a file are missing."""
         for file, (_, nbytes) in self._files.heads.items():
             self._opened(file)
             if (found := self._uploads[file].tell()) != nbytes:
@@ -360,8 +366,9 @@ class _Uploads(Writer):
 
 @contextlib.contextmanager
 def written(files: Files, target: remote.Place) -> Iterator[tuple[Path, Writer]]:
-    """Yield a local folder for small files, and a writer of ``files``. At the end all of them are in the new folder
-    ``target``; if the body fails, none. In an object store what makes the model loadable comes last."""
+    """Yield a local folder for small files, and a writer of ``files``. When the body ends, all these files are in the
+    new folder ``target``; if the body fails, none is. In an object store the small files appear before ``files``, and
+    the index of ``files`` last."""
     if not isinstance(target, remote.RemotePath):
         with written_aside(target, folder=True) as part, Writer(files, part.path) as writer:
             files.make(part.path)

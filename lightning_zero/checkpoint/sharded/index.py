@@ -1,5 +1,5 @@
 """Make and read ``.metadata``, the index of a checkpoint folder, and check it against the files. It is a pickle, as DCP
-requires. Reading admits only plain values and the classes of DCP's index, so it runs no code from the file."""
+requires. Only plain values and the classes of DCP's index are unpickled, so that reading runs no code from the file."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ ALLOWED = {
 
 
 def make_index(entries: Iterable[Entry], folder: str, extra: str = EXTRA) -> Metadata:
-    """Make DCP's index of the checkpoint ``folder``. ``entries``: what all ranks have written. ``extra``: the name of
-    ``meta.pt`` there."""
+    """Return DCP's index of the checkpoint ``folder``. ``entries``: what all ranks have written. ``extra``: the name of
+    the file in ``folder`` that has the content of ``meta.pt``."""
     state: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, Any] = {}
@@ -79,13 +79,15 @@ def make_index(entries: Iterable[Entry], folder: str, extra: str = EXTRA) -> Met
 
 
 def as_bytes(index: Metadata) -> bytes:
-    """Return the bytes of the file ``.metadata``: a pickle, then its checksum, at which other readers do not look."""
+    """Return the bytes of the file ``.metadata``: ``index`` as a pickle, then a checksum of the pickle, which other
+    readers of the format ignore."""
     data = pickle.dumps(index)
     return data + _TRAILER % zlib.crc32(data)
 
 
 def extra_of(index: Metadata) -> str:
-    """Return the name of the file for what is not a tensor: ``meta.pt``, or another name in object stores."""
+    """Return the name of the checkpoint's file for all but modules and optimizers: ``meta.pt``, or in an object store
+    ``meta_<token>.pt``, with a token for each save."""
     name = str(index.storage_meta.save_id) if index.storage_meta is not None else ""
     return name if _EXTRA_FORM.fullmatch(name) else EXTRA  # other writers put other things there
 
@@ -109,8 +111,9 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_index(folder: Place) -> Metadata:
-    """Read the index of the checkpoint ``folder`` without running code in it. Raises ConfigError, with the file, if the
-    index is missing or damaged, another file missing or too short, or the checkpoint not Lightning's."""
+    """Read, check and return the index of the checkpoint ``folder``, without running code from the file. Raises
+    ConfigError, which names the file, if the index is missing or damaged, if another file is missing or too short, or
+    if the checkpoint is not one of Lightning."""
     path = folder / INDEX
     try:
         data = path.read_bytes()
@@ -138,8 +141,8 @@ def read_index(folder: Place) -> Metadata:
 
 
 def refuse_other_folder(target: Place) -> None:
-    """Raise IsADirectoryError if ``target`` is a folder with files of another kind than a checkpoint's, because a save
-    would remove them."""
+    """Raise IsADirectoryError if ``target`` is a folder that has files other than those of a checkpoint folder, because
+    a save to ``target`` would remove these files."""
     if not target.is_dir() or (isinstance(target, Path) and target.is_symlink()):
         return
     ours = re.compile(rf"{re.escape(INDEX)}|.*{re.escape(SUFFIX)}|{_EXTRA_FORM.pattern}")
@@ -156,7 +159,8 @@ def refusal(path: Place, cause: str) -> str:
 
 
 def _check_files(folder: Place, index: Metadata) -> None:
-    """Raise ConfigError if files are shorter than the index says, or if its boxes do not fill the tensors."""
+    """Raise ConfigError if a file that ``index`` names is not in ``folder``, is shorter than ``index`` says or is
+    encoded by an extension of DCP, or if the boxes in ``index`` do not fill its tensors."""
     ends: dict[str, int] = {}
     for info in index.storage_data.values():
         if getattr(info, "transform_descriptors", None):

@@ -1,5 +1,4 @@
-"""Find which parts of a checkpoint one rank writes, and copy shards to the host, for a thread that writes them while
-training continues."""
+"""Find which parts of a checkpoint a rank writes, and copy shards to the host for a thread that writes the copies."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ T = TypeVar("T", bound=Any)
 
 
 class Item(NamedTuple):
-    """What a rank writes as one entry: a box of a tensor, or another value, for which ``dtype`` is None."""
+    """What a rank writes as one entry: a box of a tensor, or a value that is not a tensor (``dtype`` is None)."""
 
     keys: tuple[str, ...]  # several if tied parameters share the tensor
     paths: tuple[Path, ...]
@@ -36,12 +35,13 @@ class Item(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the box; 0 for a value that is no tensor."""
+        """Return the size of the box in bytes; 0 for a value that is not a tensor."""
         return self.box.numel * self.dtype.itemsize if self.dtype is not None else 0
 
     @property
     def storage(self) -> MasterStorage | None:
-        """Return the storage that must be open while :meth:`tensor` is called and its result used; None: no storage."""
+        """Return the storage that holds the values, None if no :class:`MasterStorage` does. While :meth:`tensor` is
+        called and its result is used, the storage must be accessible (``with opened(storage)``)."""
         return self.source.storage if isinstance(self.source, Part) else None
 
     @property
@@ -51,7 +51,8 @@ class Item(NamedTuple):
         return self.source.source.part(self.box.start - self.source.start, self.box.numel)
 
     def tensor(self, snapshot: Snapshot | None = None) -> Tensor:
-        """Return the values [box.sizes] of the box: those of now or, with ``snapshot``, of when it was made."""
+        """Return the values of the box, of shape ``box.sizes``: the current values or, with ``snapshot``, the values of
+        the time when the snapshot was made. Only for items that are tensors."""
         if not isinstance(self.source, Part):
             return self.source.whole() if isinstance(self.source, StoredTensor) else cast(Tensor, self.source)
         if snapshot is not None and self.storage is not None and self.slice is not None:
@@ -62,7 +63,7 @@ class Item(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Where an :class:`Item` was written: ``length`` bytes from ``start`` on in ``file``."""
+    """Describes an :class:`Item` that was written, and where: ``length`` bytes of ``file`` from byte ``start`` on."""
 
     keys: tuple[str, ...]
     paths: tuple[Path, ...]
@@ -76,13 +77,13 @@ class Entry(NamedTuple):
 
 
 def unflattened(flat: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """View ``flat`` [numel] as a tensor of ``sizes``. ``order``: that tensor's dimensions, slowest in memory first."""
+    """View ``flat`` [numel] as a tensor of shape ``sizes``. ``order``: that tensor's dimensions, slowest first."""
     return flat.view([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
 
 
 def items_of(state: Mapping[str, Any], rank: int) -> list[Item]:
-    """Return the items that ``rank`` writes of the nested ``state``, grouped by storage. Every rank writes its own
-    parts of tensors and its :class:`Unsharded` values; rank 0 also writes all other values."""
+    """Return the items of the nested ``state`` that ``rank`` writes, grouped by storage. Every rank writes its parts of
+    sharded tensors and its :class:`Unsharded` values; rank 0 also writes all other values."""
     planner = DefaultSavePlanner(flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state))
     names: dict[Any, list[str]] = {}  # by tensor that they share
@@ -96,7 +97,7 @@ def items_of(state: Mapping[str, Any], rank: int) -> list[Item]:
 
 
 def by_home(items: Sequence[T]) -> list[T]:
-    """Return ``items`` sorted so that those with the same ``storage`` are neighbours."""
+    """Return ``items`` sorted so that items with the same ``storage`` are adjacent."""
     places: dict[int, int] = {}
     for item in items:
         places.setdefault(id(item.storage), len(places))
@@ -149,12 +150,11 @@ class _Span:
 
 
 class Snapshot:
-    """Copies to the host what the slices in ``wanted`` hold now: at once if user code can change it, else in
-    :meth:`stage`.
+    """Copies to the host the values that the slices in ``wanted`` (by storage) have when this object is made. Values
+    that user code can change are copied by the constructor, other values by :meth:`stage`.
 
-    Writes to the storages wait for :meth:`stage` or :meth:`close`. ``spare`` has memory of the snapshot before for
-    reuse: new memory would double the time of a copy.
-    """
+    Writes to the storages wait until :meth:`stage` or :meth:`close` has run. ``spare``: host memory of the previous
+    snapshot for reuse, because allocating new memory would double the time of a copy."""
 
     def __init__(
         self, wanted: Mapping[MasterStorage, Sequence[FlatSlice]], streams: Streams, spare: list[HostPages]
@@ -178,11 +178,12 @@ class Snapshot:
 
     @staticmethod
     def nbytes(wanted: Mapping[MasterStorage, Sequence[FlatSlice]]) -> int:
-        """Return about how many bytes of host memory the copies take."""
+        """Return about how many bytes of host memory a snapshot of the slices in ``wanted`` takes."""
         return sum(part.numel * part.whole.element_size() for parts in wanted.values() for part in parts)
 
     def stage(self) -> None:
-        """Copy the values to the host, then let writes to the storages go on. Called in the thread that saves them."""
+        """Copy the remaining values to the host, wait for all copies, then let writes to the storages continue. Called
+        by the thread that saves the values."""
         accelerator = self._streams.accelerator
         accelerator.bind_thread()
         with self._streams.on("d2h", after=self._made):
@@ -202,12 +203,12 @@ class Snapshot:
         span.copy.copy_(span.values, non_blocking=True)
 
     def read(self, part: FlatSlice) -> Tensor:
-        """Return the copied values of ``part`` [numel] on the host, valid until :meth:`close`."""
+        """Return the copied values of the slice ``part`` as a host tensor [numel], valid until :meth:`close`."""
         span = self._spans[id(part.whole)]
         return span.copy[part.start - span.start : part.stop - span.start]
 
     def close(self) -> None:
-        """Let writes to the storages go on, and give the buffers back to ``spare``. It can be called twice."""
+        """Let writes to the storages continue, and move the host memory to ``spare``. A second call does nothing."""
         if not self._copied.done():
             self._copied.set_result(None)
         if self._spans:

@@ -1,4 +1,4 @@
-"""Open a checkpoint folder. Its tensors are :class:`StoredTensor`s, so that each rank reads only its own ranges."""
+"""Open a checkpoint folder. Its tensors are returned as :class:`StoredTensor`, of which each rank reads its ranges."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Slice(Ranges):
 
 
 class _Blob(NamedTuple):
-    """Where a file of the checkpoint holds the values of one tensor that torch.save has written into the file."""
+    """Describes where a file of the checkpoint has the values of one tensor, which torch.save has written."""
 
     path: Place
     start: int  # of its values, in bytes
@@ -41,7 +41,8 @@ class _Blob(NamedTuple):
 
 
 class ShardedFolder:
-    """An open checkpoint folder. Raises ConfigError, with the file, if the folder is incomplete; also OSError."""
+    """A checkpoint folder, opened for reading. The constructor raises ConfigError, which names the file, if the
+    checkpoint is incomplete, and OSError if a file cannot be read."""
 
     def __init__(self, path: str | Place) -> None:
         self.path = place(path)
@@ -56,7 +57,8 @@ class ShardedFolder:
         return list(self.index.state_dict_metadata)
 
     def path_of(self, key: str) -> tuple[Any, ...]:
-        """Return the names that lead to the value of ``key``; if none were saved, ``key`` split at its first dot."""
+        """Return the names and list indices that lead to the value of ``key`` in the saved state. If the index does not
+        have them, return ``key`` split at its first dot."""
         known = (self.index.planner_data or {}).get(key)
         return tuple(known) if known is not None else tuple(key.split(".", 1))
 
@@ -64,7 +66,8 @@ class ShardedFolder:
         return isinstance(self.index.state_dict_metadata[key], TensorStorageMetadata)
 
     def tensor(self, key: str) -> StoredTensor:
-        """Return the tensor of ``key``. Keys of tied parameters share bytes in the files, and return one object."""
+        """Return the tensor of ``key`` without reading its values. For keys that share bytes in the files (tied
+        parameters) the same object is returned."""
         entry = cast(TensorStorageMetadata, self.index.state_dict_metadata[key])
         infos = (self.index.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in entry.chunks)
         places = tuple((info.relative_path, info.offset) for info in infos) or key
@@ -75,7 +78,8 @@ class ShardedFolder:
         return self._tensors[places]
 
     def value(self, key: str, *, weights_only: bool = True) -> Any:
-        """Load the value of ``key``, which is no tensor. Raises pickle.UnpicklingError if it would run code."""
+        """Load and return the value of ``key``, which is not a tensor. With ``weights_only``, raises
+        pickle.UnpicklingError if loading the value would run code."""
         info = self.index.storage_data[MetadataIndex(key)]
         with self._opened(self.path / info.relative_path) as file:
             file.seek(info.offset)
@@ -98,8 +102,8 @@ class ShardedFolder:
         return flat
 
     def _read_box(self, place: MetadataIndex, offsets: Sequence[int], target: Tensor) -> None:
-        """Fill ``target`` with the box at ``offsets`` of the tensor that was written at ``place``. Reads all bytes from
-        the box's first to its last element, and directly into ``target`` if both have the same memory layout."""
+        """Fill ``target`` with the values at ``offsets`` of the stored tensor that has the index entry ``place``. Reads
+        all bytes from the first to the last value, directly into ``target`` if memory layout and dtype are equal."""
         blob = self._blob(place)
         sizes, strides = tuple(target.shape), blob.tensor.stride()
         first = int(blob.tensor.storage_offset()) + sum(o * s for o, s in zip(offsets, strides, strict=True))
@@ -119,7 +123,8 @@ class ShardedFolder:
 
     @contextlib.contextmanager
     def _opened(self, path: Place) -> Iterator[Any]:
-        """Open a file of the folder. One in an object store stays open, with the blocks that it has read."""
+        """Yield the file ``path`` of the folder, opened for reading. A file in an object store is opened once and stays
+        open, with a cache of the blocks that were read from it."""
         if isinstance(path, RemotePath):
             if path.name not in self._files:
                 self._files[path.name] = path.open("rb")

@@ -1,9 +1,8 @@
 """Save a checkpoint folder: every rank writes a file; rank 0 makes the folder, writes the index and renames the folder.
-In an object store the index is the commit (``tiers/remote.py``).
+In an object store, writing the index makes the new checkpoint valid (see ``tiers/remote.py``).
 
 torch's writer copies every view, so it holds a copy of the rank's whole shard until the file is complete. This writer
-takes each box from the memory that holds it, and reads offloaded values from their files one bucket at a time.
-"""
+takes each box from the memory that holds it, and reads offloaded values from their files one bucket at a time."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ _Needs = tuple[str, int, int, bool]
 
 
 class Behind(NamedTuple):
-    """What a save in the background needs. ``begin`` starts the writing thread. ``spare``: memory for copies."""
+    """What a save in the background needs. ``begin``: starts the thread that writes. ``streams``: for the copies to the
+    host. ``spare``: host memory of earlier copies, for reuse."""
 
     begin: Callable[..., None]
     streams: Streams
@@ -59,14 +59,15 @@ def save_folder(
 ) -> None:
     """Save ``state`` in the folder ``path``. Collective.
 
-    If the folder cannot be written, all ranks raise, with folder and cause, and ``path`` is as before.
+    If the folder cannot be written, all ranks raise an error that names folder and cause, and ``path`` is unchanged.
 
     Args:
         state: the values for the ranks' ``.distcp`` files; see :func:`items_of`.
         extra: the values for ``meta.pt``; only rank 0's are saved.
         group: the process group of all ranks.
         waits: how this rank waits for the others; None: there is only one rank.
-        behind: write while training continues; None: write before returning.
+        behind: write in a thread while training continues, if possible; None: write before returning.
+        long_work: reports progress.
     """
     target, rank = place(path), waits.rank if waits is not None else 0
 
@@ -110,7 +111,8 @@ def save_folder(
 
 
 def _begin(stack: contextlib.ExitStack, target: Place, extra: Mapping[str, Any]) -> str:
-    """Begin a folder, and write ``extra`` there. Return the address of that file."""
+    """Make the folder that becomes ``target`` when ``stack`` is closed, and write ``extra`` to a file in the folder.
+    Return the address of that file."""
     with naming(target, folder=True):
         refuse_other_folder(target)
     if isinstance(target, RemotePath):
@@ -124,8 +126,8 @@ def _begin(stack: contextlib.ExitStack, target: Place, extra: Mapping[str, Any])
 
 @contextlib.contextmanager
 def _objects(target: RemotePath) -> Iterator[RemotePath]:
-    """Yield the address of the rest of a new save in an object store. At the end, when the index names the objects of
-    this save, remove all others."""
+    """Yield the address at which a new save to an object store writes the file for all but modules and optimizers.
+    After the body, which must write the index, copy that file to ``meta.pt`` and remove objects of earlier saves."""
     token = uuid.uuid4().hex[:12]
     yield target / f"meta_{token}.pt"
     try:
@@ -155,7 +157,7 @@ def _needs(behind: Behind, items: Sequence[Item]) -> _Needs:
 
 
 def _why_not(ranks: Sequence[_Needs]) -> str:
-    """Return why a save of all ``ranks`` cannot run in the background; empty if it can."""
+    """Return the reason why a save cannot run in the background; empty if it can. ``ranks``: the needs of each rank."""
     if any(in_files for *_, in_files in ranks):
         return "the values to save are in files"
     lack = any(sum(n for at, n, *_ in ranks if at == host) > free for host, new, free, _ in ranks if new)
@@ -170,7 +172,8 @@ def _end(stack: contextlib.ExitStack, rest_of: Place, target: Place, found: Sequ
 
 
 class _RankFile:
-    """Writes ``items``, if any, to a rank's file. With ``behind``, copies the values now, to write them later."""
+    """A rank's file of the checkpoint, to which :meth:`write` writes ``items``. No file is made if there are no items.
+    With ``behind``, the written values are those of the time when this object was made."""
 
     def __init__(
         self, items: Sequence[Item], rank: int, rest_of: Place, target: Place, behind: Behind | None = None
@@ -240,7 +243,7 @@ def slices_of(items: Sequence[Item]) -> dict[MasterStorage, list[FlatSlice]]:
 
 
 def detached(items: Sequence[Item]) -> list[Item]:
-    """Return ``items`` with copies of all values that are in no storage, so that a thread can write them later."""
+    """Return ``items`` with a copy of each value that is in no :class:`MasterStorage`, for a thread to write later."""
     found = []
     for item in items:
         value = item.source
@@ -251,8 +254,8 @@ def detached(items: Sequence[Item]) -> list[Item]:
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """Return a host tensor with the values of ``tensor`` and a storage of its own, because torch.save writes whole
-    storages. A view on the host that has no gaps is not copied."""
+    """Return a host tensor with the values of ``tensor`` whose storage has no further values, because torch.save writes
+    complete storages. A host tensor without gaps between its elements is not copied."""
     host = tensor.detach().cpu()
     if not host.numel() or host.untyped_storage().nbytes() == host.nbytes:
         return host

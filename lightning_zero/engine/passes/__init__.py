@@ -1,4 +1,4 @@
-"""Runs forwards and backwards: decides when each unit is gathered, and reduces gradients.
+"""Decides when each unit is gathered in forwards and backwards, and reduces gradients.
 
 ::
 
@@ -10,11 +10,11 @@
     passes         begins and ends passes; phases: the phases of a pass
     gather_order   gathers and reshards units, in one order on all ranks
     saved_weights  gathers weights that autograd has saved, when a backward reads them
-    gradients      collects gradients, and reduces these into shards
+    gradients      collects gradients, and reduces gradients into shards
     sharded_grads  clipping and values of gradients; sharded_grad: ``param.grad``; grad_norms: norms
     access         reads and writes of parameters by users' code outside of their units' calls
-    writes         what users have written: to parameters, for the masters, and to buffers
-    between        the masters that such code sees between steps
+    writes         copies users' writes to parameters into the masters, and shares writes to buffers
+    between        shows masters to users' code between steps
     recompute      replaces forwards of units, for activation checkpointing
     compiled       torch.compile of units' forwards
     containers     tensors inside of nested containers

@@ -4,12 +4,12 @@
 
                           inside a pass                        between passes
     w.square(), w.clamp_  gathers the unit                     shows masters: between.py
-    w.data                gathers the unit until the pass ends the same
+    w.data                gathers the unit until the pass ends shows masters: between.py
     w.data = value        writes to the masters                writes to the masters
 
-Reads at stages 1 and 2 never raise; they wait for the param sync after a step.
+Reads at stages 1 and 2 never raise; they wait for the gather that follows a step.
 
-See [Note: placeholders]: an absent parameter asks this file before it is used.
+See [Note: placeholders]: a parameter that holds a placeholder calls this file before its values are used.
 See [Note: uses of parameters between steps]: outside of passes a use shows masters, on all ranks.
 See [Note: freed storage and autograd's views]: a unit stays gathered if users keep views of its values.
 """
@@ -32,7 +32,7 @@ from lightning_zero.engine.units.unit import Unit, Units
 
 
 class Access:
-    """Handles users' reads and writes of parameters. Parameters call it as their ``Owner`` (``units/param.py``)."""
+    """Handles users' reads and writes of parameters, which call this object as their ``Owner`` (``units/param.py``)."""
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._place_of = units.place_of
@@ -109,13 +109,9 @@ class Access:
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str, *, saves: bool = False) -> list[Unit]:
-        """Gather the units of ``params`` for the user's ``operation``. Return the units that were gathered for this,
-        which the caller must reshard after the operation. Between passes of a run show their masters instead.
-
-        ``saves``: autograd will save the values.
-
-        Raises RuntimeError outside of a run if a unit reshards.
-        """
+        """Gather the units of ``params`` for the user's ``operation``. Return the units that the caller must reshard
+        after the operation. Between the passes of a run, show the parameters' masters instead and return no units.
+        ``saves``: autograd will save the values. Raises RuntimeError if parameters are sharded and no run is open."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         places = [self._place_of(param) for param in params]

@@ -1,24 +1,24 @@
 """Shows masters to users' code between steps.
 
 [Note: uses of parameters between steps]
-Under DDP parameters have their values in every hook. At stage 3 they hold placeholders between steps. All ranks run the
-same code, so all use a parameter at the same place. The first use gathers the masters of its unit::
+Under DDP parameters have their values in every hook. At stage 3 they are placeholders between steps. All ranks run the
+same code, so all ranks use a parameter at the same point. The first use gathers the masters of the parameter's unit::
 
-    use of a unit      a meeting, which names a rank that is elsewhere; its masters, in memory of their own
-    use of another     the same; units that were used before are hidden if all are above ``zero.prefetch_bytes``
-    a state dict       a use of all units; its tensors are copied to the host if only the host has room for all
-    a copy in a step   all units of the module are shown until the call returns (a state dict, a load)
-    next step, save    written values are compared between ranks and copied to the masters; all units are hidden
-    an exception       the same without messages: written values are compared later
+    use of a unit      ranks check that all use this unit; its masters are gathered into separate memory
+    use of another     the same; uses of earlier units end if all together exceed ``zero.prefetch_bytes``
+    a state dict       a use of all units; tensors are copied to the host if only the host has room for all
+    a copy in a step   all units of the module show masters until the call returns (a state dict, a load)
+    next step, save    written values are compared between ranks and copied to the masters; all uses end
+    an exception       all uses end without messages; written values are compared later
 
-Views that users keep (``p.detach()``, ``.data``, a state dict) share the memory, so that writes to them are seen. As
-under DDP they follow the parameter: while any rank holds such views, each step is followed by a use of their units,
-which brings the new values into the same memory. After ``p.data = value`` they keep what was there, and the parameter
-has memory of its own.
+Views that users keep (``p.detach()``, ``.data``, a state dict) share this memory, so writes to views are noticed. As
+under DDP, views follow the parameter: while any rank holds views, each step is followed by a use of the views' units,
+which copies new values to the same memory. After ``p.data = value`` earlier views keep the old values, and the
+parameter uses other memory.
 
 See [Note: version counters] and [Note: checksums of writes]: how writes to shown masters are noticed.
-See [Note: one order of collectives]: all ranks use the same unit, which they check before its masters are gathered.
-See [Note: masters during an offloaded step]: the first use waits for the steps.
+See [Note: one order of collectives]: before masters are gathered, ranks check that all use the same unit.
+See [Note: masters during an offloaded step]: the first use waits for offloaded steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lightning_zero.tiers.limits import available_host_memory
 
 @dataclass(eq=False, slots=True)
 class _Memory:
-    """Whole masters of one bucket, in memory that parameters show and that users may hold views of."""
+    """Memory with the whole masters of one bucket. Parameters refer to this memory, and users may hold views of it."""
 
     bucket: Bucket
     full: Tensor  # [layout.numel] master dtype
@@ -57,11 +57,11 @@ class _Memory:
 
     @property
     def is_held(self) -> bool:
-        """Return whether anybody but this object holds the memory. Parameters must be hidden."""
+        """Return whether users' tensors still refer to this memory. Call only while the bucket's parameters do not."""
         return any(references(tensor) > 1 for tensor in (self.full, *self.own.values()))
 
     def value(self, info: ParamInfo) -> Tensor:
-        """Return the memory of a parameter."""
+        """Return the values of one parameter: a view of this memory."""
         own = self.own.get(info.slot)
         return self.bucket.part_of(self.full, info) if own is None else own
 
@@ -69,7 +69,7 @@ class _Memory:
         return [self.value(info) for info in self.bucket.params]
 
     def whole(self) -> Tensor:
-        """Return the values of all parameters [layout.numel]."""
+        """Return the current values of all parameters as one tensor [layout.numel]."""
         full = self.full.clone() if self.own else self.full
         for slot, value in self.own.items():
             self.bucket.part_of(full, self.bucket.params[slot]).copy_(value)
@@ -82,8 +82,9 @@ class _Memory:
         return [self.checksum(info) for info in self.bucket.params]
 
     def assign(self, info: ParamInfo, value: Tensor) -> None:
-        """Give the parameter, which shows its memory, the values of ``value``. Views that users hold stay as they are;
-        one that is assigned is the parameter's memory again."""
+        """Copy ``value`` into the memory of a parameter for ``param.data = value``. If users hold views of the bucket's
+        memory, the parameter gets other memory, so that these views keep their values. If ``value`` is itself such a
+        view, the parameter uses the bucket's memory again."""
         are_held = references(self.full) > 1 + len(self.bucket.params) - len(self.own)
         first = self.bucket.part_of(self.full, info)
         if (first.data_ptr(), first.shape, first.stride()) == (value.data_ptr(), value.shape, value.stride()):
@@ -95,14 +96,15 @@ class _Memory:
 
 
 class Between:
-    """Shows masters in parameters that users' code uses between steps. See [Note: uses of parameters between steps].
+    """Makes masters the values of parameters that users' code uses between steps, until the next step begins.
+    See [Note: uses of parameters between steps].
 
     Attributes:
-        in_run: All ranks run the same code, that of a Trainer's run or of Fabric: uses are allowed.
-        shown: Units whose parameters show masters, in the order of their first use.
-        memory: Of buckets of shown units, and of buckets of which some rank holds views.
-        rounds: In a run, whether passes compute in fewer bits than some masters have.
-        rounded: In a run, buckets that stay gathered in such fewer bits.
+        in_run: Whether all ranks run the same code (of a Trainer's run or of Fabric), so that uses are allowed.
+        shown: The units in use, in the order of their first use.
+        memory: The whole masters of buckets in these units, and of buckets of which users on any rank hold views.
+        rounds: Whether, in a run, passes compute in another dtype than that of some masters.
+        rounded: In a run, the buckets whose parameters stay gathered in a dtype with fewer bits than their masters.
     """
 
     def __init__(
@@ -118,13 +120,13 @@ class Between:
         self._thread = 0  # number of the thread that runs hooks
 
     def begin_run(self) -> None:
-        """Allow uses: all ranks run the same code from now on. Sends no message."""
+        """Allow users' code to use parameters between steps, because all ranks run the same code. Sends no message."""
         self.in_run, self._thread = True, threading.get_ident()
         self.plans_changed()
         self.pass_ends()
 
     def end_run(self) -> None:
-        """Refuse uses from now on: ranks may go different ways. Follows :meth:`close`. Sends no message."""
+        """Refuse uses between steps from now on: ranks may run different code. Call :meth:`close` before."""
         self.forget()
         self.pass_begins()
         self.in_run = False
@@ -135,8 +137,8 @@ class Between:
         return self.in_run and threading.get_ident() == self._thread
 
     def takes_calls(self, device: torch.device) -> bool:
-        """Return whether a call of a module outside of steps must see masters. A call outside of autocast gets inputs
-        in the dtype of the masters, in which a pass does not compute."""
+        """Return whether a module that is called between steps must compute with masters: if its call is outside of
+        autocast, where inputs have the masters' dtype, and passes compute in another dtype."""
         return self.rounds and not torch.is_autocast_enabled(device.type)
 
     def plans_changed(self) -> None:
@@ -144,12 +146,12 @@ class Between:
         self.rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
 
     def pass_begins(self) -> None:
-        """Show users' code the compute parameters of buckets that stay gathered."""
+        """In buckets that stay gathered, let users' code see the compute parameters: a pass begins."""
         for bucket in self.rounded:
             bucket.hide_rounded(False)
 
     def pass_ends(self) -> None:
-        """Make each use of a parameter call the engine: users' code must see masters from now on."""
+        """In buckets that stay gathered, let uses of parameters call the engine, which shows masters: a pass ends."""
         for bucket in self.rounded:
             bucket.hide_rounded(True)
 
@@ -157,13 +159,13 @@ class Between:
 
     @outside_autograd
     def use(self, unit: Unit, what: str, beside: Collection[Unit]) -> None:
-        """Show the masters of ``unit`` in its parameters. Collective.
+        """Gather the masters of ``unit``, and make the masters the values of its parameters. Collective.
 
         Args:
-            what: The use, for errors.
-            beside: The units that the same operation uses, and that stay as they are.
+            what: The use, in words, for errors.
+            beside: The units of all parameters that the same operation uses, whose earlier use is not undone.
 
-        Raises ApartError on all ranks if one uses another unit, or does something else.
+        Raises ApartError on all ranks if a rank uses another unit or makes another collective call.
         """
         if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
@@ -184,8 +186,8 @@ class Between:
 
     @outside_autograd
     def show_in_pass(self, params: Iterable[nn.Parameter]) -> None:
-        """Show the masters of ``params`` in the open pass, until :meth:`hide_in_pass`. All ranks must have issued the
-        same gathers. Collective."""
+        """Make the masters the values of ``params`` in the open pass, until :meth:`hide_in_pass`. All ranks must have
+        issued the same gathers. Collective."""
         self._take_written()
         self.pass_ends()
         for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self._buckets_of(params)):
@@ -193,7 +195,8 @@ class Between:
 
     @outside_autograd
     def hide_in_pass(self) -> None:
-        """Copy what users have written to the masters, and show again what the pass shows. Collective."""
+        """Undo :meth:`show_in_pass`: copy values that users have written to the masters, and show the compute
+        parameters of the pass again. Collective."""
         self.close()
         self.pass_begins()
 
@@ -202,8 +205,9 @@ class Between:
         return [bucket for bucket in self._unit_of if any(id(info.param) in wanted for info in bucket.params)]
 
     def check_room(self, params: Iterable[nn.Parameter], what: str, *, or_on_host: bool = False) -> bool:
-        """Raise RuntimeError on all ranks if the masters of ``params`` do not fit into free memory. Return whether they
-        fit on the hosts alone, which only ``or_on_host`` allows. Collective."""
+        """Raise RuntimeError on all ranks if the masters of ``params`` do not fit into free device memory (with
+        ``or_on_host``: nor into free host memory). Return True if only the hosts have room. ``what``: the operation, in
+        words. Collective."""
         nbytes = sum(
             bucket.layout.numel * bucket.dtypes.master.itemsize
             for bucket in self._buckets_of(params)
@@ -260,8 +264,8 @@ class Between:
             bucket.show_whole(Shown.MASTERS, memory.values())
 
     def _make_room(self, unit: Unit, beside: Collection[Unit]) -> None:
-        """Hide units, the oldest first, until those that are shown and ``unit`` take no more than ``most_bytes``, or
-        until those ``beside`` are left."""
+        """Undo :meth:`use` for units, the first used ones first, until the remaining units and ``unit`` take at most
+        ``most_bytes``. Leave out the units ``beside``."""
         left = sum(map(_nbytes, self.shown)) + _nbytes(unit)
         oldest = []
         for known in self.shown:
@@ -275,14 +279,15 @@ class Between:
             self._hide(oldest, f"room for unit {unit.title} between steps")
 
     def hand_out(self, place: Place, values: Tensor) -> None:
-        """Note that users' code has read ``.data``, whose changes raise no version."""
+        """Note that users' code has read ``.data`` of the parameter at ``place``. Save a checksum of its values,
+        because writes to ``.data`` do not increment the version counter."""
         memory = self.memory[place.bucket]
         if place.info.slot not in memory.handed_out:
             memory.handed_out[place.info.slot] = memory.checksum(place.info)
 
     @outside_autograd
     def replace(self, place: Place, value: Tensor) -> None:
-        """Carry out ``param.data = value`` for a parameter that shows masters."""
+        """Perform ``param.data = value`` for the parameter at ``place``, whose value is its master."""
         memory = self.memory[place.bucket]
         memory.assign(place.info, value)
         place.bucket.show_whole(Shown.MASTERS, memory.values())
@@ -290,27 +295,27 @@ class Between:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Copy what users have written to the masters. Collective. Raises RuntimeError on all ranks if written values
-        differ."""
+        """Copy values that users have written to parameters to the masters. Raise RuntimeError on all ranks if ranks
+        have written different values. Collective."""
         self._take_over(list(self.memory), [], "writes to parameters between steps")
 
     def close(self) -> None:
-        """Do as :meth:`flush`, and hide all units."""
+        """Copy values that users have written to the masters, and undo :meth:`use` for all units. Collective."""
         if self.shown:
             self._hide(list(self.shown), "the end of uses of parameters between steps")
 
     @outside_autograd
     def refresh(self) -> None:
-        """Bring the values of now, after a change of masters, into parameters that show masters and into memory of
-        which some rank holds views. Collective."""
+        """After a change of masters, copy the new values into parameters that have masters as values, and into views
+        that users hold on any rank. Collective."""
         self._settle()
         self.shown = []
         for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self.memory):
             self._show(unit)
 
     def abort(self) -> None:
-        """Hide all units after an exception. What users have written goes to the masters, and is compared later. Sends
-        no message."""
+        """After an exception, undo :meth:`use` for all units. Store values that users have written, to be compared
+        between ranks and copied to the masters later. Sends no message."""
         written = [
             (Place(bucket, bucket.params[slot]), memory.value(bucket.params[slot]))
             for bucket, memory in self.memory.items()
@@ -323,7 +328,7 @@ class Between:
                 self._writes.replace(place, value)
 
     def forget(self) -> None:
-        """Hide all units and drop what users have written. Sends no message."""
+        """Undo :meth:`use` for all units, and discard values that users have written. Sends no message."""
         for bucket in self.memory:
             if bucket.shown is Shown.MASTERS:
                 bucket.hide_whole()
@@ -341,7 +346,8 @@ class Between:
         self._take_over(looked_at, hidden, what)
 
     def _take_over(self, buckets: Sequence[Bucket], hidden: Sequence[Bucket], what: str) -> None:
-        """Copy what users have written in ``buckets`` to the masters, and hide the parameters in ``hidden``."""
+        """Copy values that users have written to parameters of ``buckets`` to the masters, and undo :meth:`use` for the
+        buckets ``hidden``. ``what``: the operation, in words. Collective."""
         number_of = {bucket: number for number, bucket in enumerate(self.memory)}
         written = {number_of[bucket]: slots for bucket in buckets if (slots := self._written(bucket))}
         for bucket in hidden:
@@ -372,7 +378,7 @@ class Between:
                 self.memory[bucket].checksums = self.memory[bucket].all_checksums()
 
     def _written(self, bucket: Bucket) -> list[int]:
-        """Return the slots of the parameters that this rank's user may have written since the last call."""
+        """Return the slots of parameters that users may have written to on this rank since the last call."""
         memory = self.memory[bucket]
         if memory.checksums is not None:  # views alone are left
             now = memory.all_checksums()

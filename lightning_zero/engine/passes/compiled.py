@@ -34,7 +34,7 @@ _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` ke
 
 
 class Compile(NamedTuple):
-    """Holds the settings of one ``torch.compile`` call. The units inside the compiled module are compiled with them."""
+    """The settings of one ``torch.compile`` call. Units inside the compiled module are compiled with these too."""
 
     apply: Callable[[Callable[..., object]], Callable[..., object]]  # compiles a function with the same settings
     inductor: bool  # the backend is torch's own compiler
@@ -72,8 +72,8 @@ def needs_compiler(module: nn.Module) -> bool:
 
 
 def check_compiled(module: nn.Module, units: Sequence[str]) -> None:
-    """Raise a ConfigError if a module that holds ``units`` was compiled with ``fullgraph``, or one that holds layers
-    split by tensor parallelism was compiled."""
+    """Raise a ConfigError if a module that holds ``units`` was compiled with ``fullgraph``, or if a module that holds
+    layers split by tensor parallelism was compiled at all."""
     for inner in module.modules():
         if any(True for _ in _compiled_parts(inner)):
             _refuse_split(getattr(inner, "_orig_mod", inner))

@@ -34,8 +34,8 @@ class TensorPlace:
 
 
 def _open(value: Any) -> tuple[Sequence[object], Callable[[list[object]], Any]] | None:
-    """Return the items of a tuple, list, dict or dataclass, and a function that rebuilds it from new items. None for
-    any other value."""
+    """Return the items of a tuple, list, dict or dataclass, and a function that makes an equal container from a list of
+    new items. Return None for any other value."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return value, lambda items: type(value)(*items)
     if type(value) in (list, tuple):

@@ -1,10 +1,11 @@
 """Issues the gathers of units in a pass, in one order on all ranks. Other files gather the root and whole masters, and
-sync parameters after a step.
+update gathered parameters after a step.
 
-docs/architecture.md says how ranks agree on an order in the first pass of a kind and follow it in later ones. While
-they agree, a rank at the end of its pass sends DONE, and takes part in other ranks' gathers until all have sent DONE.
-At the end of an outermost module call it sends CALLED, and does the same until all have sent CALLED or DONE. Before
-gathers that are not of the pass (of masters), it sends MEETS, until all have. The plan records that place.
+In the first pass of each kind ranks agree on each gather by a message; later passes follow the recorded order
+(docs/architecture.md). While ranks agree, a rank at the end of its pass sends DONE, and takes part in other ranks'
+gathers until all ranks have sent DONE. At the end of an outermost module call a rank sends CALLED, and takes part until
+all have sent CALLED or DONE. Before gathers that are not of the pass (of masters), a rank sends MEETS until all ranks
+have sent MEETS; the recorded order contains this point.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class GatherOrder:
     _leaving: Unit | None = None  # a resharded unit, whose memory is freed after the next gather is issued
 
     def plans_changed(self) -> None:
-        """Forget the recorded orders of gathers, after buckets got new placements."""
+        """Forget the recorded orders of gathers, because buckets have new plans."""
         self.plans = {}
 
     def begin(self, key: str, *, cyclic: bool) -> None:
-        """Start a pass. All passes with the same ``key`` should use units in the same order. If ``cyclic``, a pass can
-        run through this order several times."""
+        """Start a pass. All passes with the same ``key`` should use units in the same order. ``cyclic``: a pass can
+        repeat this order several times."""
         self._key, self._cyclic = key, cyclic
         plan = None if self.apart else self.plans.get(key)
         self._reducer.pass_begins(one_path=plan is not None and plan.one_path)
@@ -69,7 +70,7 @@ class GatherOrder:
 
     @outside_autograd
     def unshard(self, unit: Unit, what: str) -> None:
-        """Gather ``unit``, which is not the root, and wait for it. ``what``: the kind of use, for error messages."""
+        """Gather ``unit`` (not the root), and wait for the gather. ``what``: the kind of use, for error messages."""
         self.comm.waits.place = f"{what} of unit {unit.title} in pass {self._key}"
         self._after_step.sync_params(unit)
         if not unit.reshards:
@@ -93,7 +94,7 @@ class GatherOrder:
             self._leaving = unit if self.holds_next else None
 
     def _free_leaving(self) -> None:
-        """Free the memory, if any, that :meth:`reshard` has left to the unit until the next gather is issued."""
+        """Free the gathered memory of the last unit that :meth:`reshard` resharded, unless it is free already."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.free()
@@ -121,8 +122,8 @@ class GatherOrder:
 
     @outside_autograd
     def meet(self, what: str) -> None:
-        """Wait in the open pass, before gathers that are not of it, until all ranks come here for ``what``. All have
-        issued the same gathers then. Collective."""
+        """Wait until all ranks call this method for ``what`` and have issued the same gathers of the open pass. Call it
+        before gathers that do not belong to the pass. Collective."""
         with self.comm.set_place(what):
             cursor = None if self._agreeing else self._cursor
             if self._agreeing:
@@ -150,8 +151,7 @@ class GatherOrder:
         self._free_leaving()
 
     def call_ends(self) -> None:
-        """Under ``zero.dynamic_graph``, take part in gathers until all ranks have left their outermost module call.
-        Collective."""
+        """Under ``dynamic_graph``, take part in gathers until all ranks have left their outermost call. Collective."""
         # Users' own messages may follow the call, so every rank must have its units by then.
         if self._config.dynamic_graph and self._agreeing:
             self._serve_until(CALLED, DONE, MEETS)
@@ -164,7 +164,8 @@ class GatherOrder:
     # -- agreeing -------------------------------------------------------------------------------------------------
 
     def _exchange(self, want: int) -> list[int]:
-        """Send ``want``: index of a unit, DONE, CALLED or MEETS. Returns what each rank sent. Collective."""
+        """Send ``want`` (index of a unit, DONE, CALLED or MEETS) to all ranks. Return the value of each rank, in rank
+        order. Raises ApartError if some ranks send MEETS and others DONE. Collective."""
         taken = self._cursor.taken if self._cursor is not None else 0
         wants, issued, places = self.comm.exchange(want, self._reducer.issued, taken)
         self._reducer.issued_everywhere = min(issued)
@@ -180,8 +181,8 @@ class GatherOrder:
         return wants
 
     def _serve_until(self, sent: int, *also: int) -> None:
-        """Send ``sent``, and take part in gathers that other ranks need, until all have sent this or one of ``also``.
-        Collective."""
+        """Send ``sent`` repeatedly, and take part in gathers that other ranks need, until all ranks have sent ``sent``
+        or a value in ``also``. Collective."""
         while not {sent, *also}.issuperset(wants := self._exchange(sent)):
             self._serve(wants)
             self._drop_idle()
@@ -247,15 +248,15 @@ class GatherOrder:
                     unit.stage_ahead()
 
     def _may_come_early(self, unit: Unit) -> bool:
-        """Return whether ``unit`` can be gathered before its use: False while its masters await an offloaded step."""
+        """Return whether ``unit`` can be prefetched: False while an offloaded step of its masters is not finished."""
         if self.comm.shard.size == 1:
             return unit.step_done
         # Not by ``step_done``, which depends on this rank's worker: see [Note: one order of collectives].
         return all(bucket.awaited_step.future is None for bucket in unit.buckets)
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
-        """Reshard units that were gathered and not used, oldest first, until the others fit the prefetch budget. Keeps
-        ``wanted``."""
+        """Reshard units that were prefetched and not used, oldest first, until the remaining ones fit the prefetch
+        budget. Do not reshard ``wanted``."""
         if len(self._idle) < 2:
             return
         budget = max(self._config.prefetch_bytes, *[u.gathered_nbytes for u in self._idle])

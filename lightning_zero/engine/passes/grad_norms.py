@@ -3,9 +3,9 @@
 Every stage cuts gradients at the borders of shards and joins norms of these parts, so all stages agree to the bit::
 
     gradient                                    norm of one parameter's gradient
-    reduced, in shards                          in a table that ranks exchange once, kept until gradients change
-    reduced, whole on all ranks (stage 0)       sends nothing
-    unreduced (``no_sync`` at stages 0 and 1)   of this rank's gradient, not divided, as DDP's ``param.grad``
+    reduced, in shards                          ranks exchange the norms of all gradients once, until gradients change
+    reduced, whole on all ranks (stage 0)       computed without messages
+    unreduced (``no_sync`` at stages 0 and 1)   of this rank's undivided gradient, as of DDP's ``param.grad``
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_zero.planning.layout import Fragment, cut_runs
 
 
 def alike(tensors: Mapping[int, Tensor]) -> list[list[int]]:
-    """Group the keys of tensors by device and dtype, because torch's foreach operations need these equal."""
+    """Return the keys of ``tensors``, grouped by device and dtype, as torch's foreach operations need."""
     kinds: dict[object, list[int]] = {}
     for key, tensor in tensors.items():
         kinds.setdefault((tensor.device, tensor.dtype), []).append(key)
@@ -51,7 +51,7 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
 
 
 def refuse_whole(places: Iterable[Place]) -> None:
-    """Raise a RuntimeError if ``param.grad`` at ``places`` is a whole tensor, whose values the shards lack."""
+    """Raise a RuntimeError if a ``param.grad`` at ``places`` is a plain tensor, so that shards may lack its values."""
     for place in places:
         if place.bucket.shown is Shown.PLAIN and type(place.info.param.grad) is Tensor:
             raise RuntimeError(
@@ -98,8 +98,8 @@ def parts_of_shards(
 
 
 class GradNorms:
-    """Computes norms of one engine's gradients. Calls ``finish_pending`` before each read of gradients, to finish
-    optimizer steps and drop failed backwards."""
+    """Computes norms of one engine's gradients. Calls ``finish_pending`` before each read of gradients, to wait for
+    optimizer steps and discard gradients of backwards that raised."""
 
     def __init__(self, reducer: Reducer, bucket_of: Mapping[int, Bucket], finish_pending: Callable[[], None]) -> None:
         self._reducer, self._comm = reducer, reducer.comm
@@ -110,9 +110,7 @@ class GradNorms:
     @outside_autograd
     def norm(self, info: ParamInfo, norm_type: float, dtype: torch.dtype | None) -> Tensor:
         """Return ``param.grad.norm(norm_type)`` as DDP would, loss scale included: 0-d, on the device. Collective.
-
-        Raises RuntimeError after a backward that raised, and for a gradient that is only partly reduced.
-        """
+        Raises RuntimeError after a backward that raised, and for a gradient that is only partly reduced."""
         if norm_type not in self.tables:
             self._finish_pending()
             self.tables[norm_type] = self._compute(norm_type)
@@ -134,10 +132,8 @@ class GradNorms:
 
     @outside_autograd
     def total(self, places: Iterable[Place], norm_type: float) -> Tensor:
-        """Return the norm of all reduced gradients at ``places``: 0-d, fp32 (fp64 for fp64). Collective.
-
-        Raises RuntimeError on all ranks if gradients are not reduced yet, or ``param.grad`` is a whole tensor.
-        """
+        """Return the norm of all reduced gradients at ``places``: 0-d, fp32 (fp64 for fp64). Collective. Raises
+        RuntimeError on all ranks if gradients are not reduced yet, or ``param.grad`` is a whole tensor."""
         if not norm_type > 0.0:
             raise ValueError(
                 f"the norm of gradients: expected a norm type above 0, or inf, got {norm_type}. Read gradients inside "
@@ -166,7 +162,7 @@ class GradNorms:
 
     def total_shown(self, infos: Sequence[ParamInfo], norm_type: float) -> Tensor | None:
         """Return the norm of all gradients of ``infos`` together, loss scale included. Return None, without a message,
-        if these gradients show different loss scales. Collective."""
+        if ``param.grad`` of ``infos`` includes different loss scales. Collective."""
         scales = {self._reducer.shown_scale(id(info.param)) for info in infos}
         if len(scales) != 1:
             return None
@@ -181,7 +177,7 @@ class GradNorms:
         return self.total([*places, *empty], norm_type) * scales.pop()
 
     def _compute(self, norm_type: float) -> dict[int, Tensor]:
-        """Return norms of all gradients, without loss scale, by parameter id. Skips partly reduced ones. Collective."""
+        """Return the norm of each completely reduced gradient, without loss scale, by parameter id. Collective."""
         self._reducer.refuse_partial()
         comm = self._comm
         infos: list[ParamInfo] = []
@@ -224,7 +220,8 @@ class GradNorms:
 
 
 def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (shard's rank, slot, values) of the reduced gradients that this rank holds, cut at borders of shards."""
+    """Cut the reduced gradients that this rank holds at the borders of shards and parameters. Yield for each part
+    (index of the shard's rank, parameter's slot, values)."""
     gradient, low = bucket.grad, bucket.owned_range[0]
     assert gradient is not None
     for rank in [bucket.comm.shard.index] if bucket.plan.shards_master else range(bucket.layout.world_size):

@@ -2,16 +2,18 @@
 
 ::
 
-    hook(p)      store_grad puts p.grad into the bucket's local buffer. On a device its copy waits for the bucket's last
-                 gradient, so that copy_in copies all in one call, times ``scale_on_arrival``
-    bucket full  -> ready -> (all buckets before it in the order are issued) -> buffer_to_reduce -> Communicator.reduce
-    finish       adds the sum, times ``scale_of_sum``, to the bucket's GradStore, and drops the local buffer
+    hook(p)      store_grad copies p.grad, times ``scale_on_arrival``, into the bucket's local buffer. On a device
+                 gradients wait for the bucket's last gradient, and copy_in copies all of them in one call
+    bucket full  -> ready -> (all buckets before it in the order are issued) -> buffer_to_reduce -> Communicator.reduce,
+                 which multiplies the sum by ``factor`` = ``scale_of_sum``
+    finish       adds the reduced sum to the bucket's GradStore, and drops the local buffer
 
 A rank without gradients for a bucket reduces zeros, because other ranks may have gradients.
 
-One of the two factors divides by the number of ranks and the loss scale; the other is 1 (``_choose_scales``). Gradients
-narrower than their sum (bf16, summed in fp32) are sent without loss: they stay undivided in the buffer, and a
-parameter's second gradient is stored outside of the buffer, in the sum's dtype.
+:class:`BucketGrads` computes the factor that divides by the number of ranks and the loss scale. The factor is applied
+once: when a gradient arrives (``scale_on_arrival``), or by ``Communicator.reduce`` (``scale_of_sum``); the other scale
+is 1. Gradients narrower than their sum (bf16, summed in fp32) are sent without loss of bits: the local buffer keeps
+them undivided, and a parameter's second gradient is stored outside of the buffer, in the sum's dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTE
 
 @dataclass(eq=False)
 class BucketGrads:
-    """Holds the gradients that one bucket has received, and tracks which are not reduced yet."""
+    """Holds this rank's unreduced gradients of one bucket, and tracks which parameters have gradients."""
 
     bucket: Bucket
     scale: float  # 1 / (number of ranks * loss scale)
@@ -77,17 +79,16 @@ class BucketGrads:
         self._choose_scales()
 
     def _choose_scales(self) -> None:
-        """Decide whether to multiply each gradient on arrival or the reduced sum by ``scale``: set the factors
-        ``scale_on_arrival`` and ``scale_of_sum``. All ranks decide alike.
-
-        Scaling the sum is cheaper, and exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38).
-        """
+        """Set the factors ``scale_on_arrival``, by which each arriving gradient is multiplied, and ``scale_of_sum``, by
+        which the reduced sum is: one is ``scale``, the other 1. All ranks decide alike. Scaling the sum is cheaper, and
+        exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38)."""
         wide = torch.float16 not in (self.bucket.dtypes.reduce, self.local_dtype)
         later = self._exchanges or (self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5)
         self.scale_on_arrival, self.scale_of_sum = (1.0, self.scale) if later else (self.scale, 1.0)
 
     def store_grad(self, slot: int, grad: Tensor) -> bool:
-        """Store one parameter's gradient. Returns whether the bucket needs a second reduction for this gradient."""
+        """Store or add ``grad`` for the parameter at ``slot``. Return whether the bucket needs a second reduction in
+        this backward because of this gradient."""
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients; shards are dense
         fits = not self.keeps_wire_dtype or (slot not in self.arrived and grad.dtype == self.bucket.dtypes.compute)
@@ -119,7 +120,7 @@ class BucketGrads:
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
 
     def set_scale(self, scale: float) -> None:
-        """Multiply the gradients of the next backwards by ``scale``."""
+        """Set the factor of the gradients of later backwards to ``scale``; see :class:`BucketGrads`."""
         if scale != self.scale:
             before, self.scale = self.scale_of_sum, scale
             self._choose_scales()
@@ -138,7 +139,7 @@ class BucketGrads:
             self.written.add(slot)
 
     def copy_in(self) -> None:
-        """Copy the gradients in ``waiting`` into the local buffer, in one call for all."""
+        """Copy, or add, the gradients in ``waiting`` to the local buffer, where possible in one call for all."""
         waiting, self.waiting = self.waiting, {}
         if len(waiting) < 2:
             for slot, grad in waiting.items():
@@ -160,7 +161,8 @@ class BucketGrads:
         self.written.update(waiting)
 
     def buffer_to_reduce(self) -> Tensor:
-        """Return a buffer to reduce, zero where no gradient came. A second call returns one with the late gradients."""
+        """Return the buffer to reduce, [numel], with zeros where no gradient has arrived. A second call in a backward
+        returns a buffer with the gradients that arrived after the first call."""
         bucket, dtype = self.bucket, self.sent_dtype
         self.copy_in()
         full = self.local
@@ -189,7 +191,7 @@ class BucketGrads:
         self.local, self.written, self.waiting, self.second_arrivals = None, set(), {}, {}
 
     def forget(self, slots: Iterable[int]) -> None:
-        """Drop local and reduced gradients of ``slots``, after the user has set ``param.grad`` to None."""
+        """Drop the unreduced and reduced gradients of ``slots``, because the user has set ``param.grad`` to None."""
         gone = set(slots) & (self.used | self.agreed)
         if not gone:
             return
@@ -209,7 +211,8 @@ class BucketGrads:
             self.bucket.grad_store.clear()
 
     def replace(self, slot: int, grad: Tensor) -> None:
-        """Store ``grad``, whole, in the place of this rank's unreduced gradients of ``slot``."""
+        """Replace this rank's unreduced gradient of the parameter at ``slot`` by ``grad``, which has the parameter's
+        shape and is scaled as an arriving gradient is."""
         self.copy_in()
         self.written.discard(slot)
         self.second_arrivals.pop(slot, None)
@@ -217,13 +220,13 @@ class BucketGrads:
         self.used.add(slot)
 
     def zero(self, slot: int) -> None:
-        """Zero the gradient of ``slot``, for ``param.grad.zero_()``. A step uses these zeros; after None it skips."""
+        """Zero the gradient of ``slot``, for ``param.grad.zero_()``. The next step uses a zero gradient."""
         self.written.discard(slot)
         self.partial.discard(slot)
         self._zero_reduced(slot)
 
     def _zero_reduced(self, slot: int) -> None:
-        """Zero also the padding that follows, which clipping of gradients that were not finite has made NaN."""
+        """Zero the reduced gradient of ``slot`` and the padding after it, which clipping may have made NaN."""
         (low, high), layout = self.bucket.owned_range, self.bucket.layout
         stop = layout.slots[slot + 1].start if slot + 1 < len(layout.slots) else layout.numel
         if (grad := self.bucket.grad) is not None:
@@ -234,7 +237,7 @@ class Reducer:
     """Issues reductions in one order on all ranks and adds their results to the gradient stores."""
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator, max_in_flight_nbytes: int) -> None:
-        """``max_in_flight_nbytes``: bound on the buffers of unfinished reductions. Exceeded where a wait could hang."""
+        """``max_in_flight_nbytes``: bound on bytes of reductions in flight, exceeded where a wait could deadlock."""
         self.comm = comm
         self.pass_begins(one_path=False)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
@@ -258,19 +261,19 @@ class Reducer:
         self._max_in_flight_nbytes = max_in_flight_nbytes
 
     def pass_begins(self, *, one_path: bool) -> None:
-        """Start to count the reductions of a pass. ``one_path``: all ranks use the same units, as far as is known."""
+        """Start to count the reductions of a pass. ``one_path``: all ranks are expected to use the same units."""
         self.issued = self.issued_everywhere = 0  # by this rank; at least so many by each rank
         self.one_path = one_path
 
     def plans_changed(self) -> None:
-        """Forget the learned orders of reductions, after buckets got new placements. Existing gradients stay."""
+        """Forget the learned orders of reductions, because buckets have new plans. Keeps gradients."""
         self._gathers_in_backward = any(bucket.plan.reshards for bucket in self.grads)
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
         self._lagging: dict[str, set[Bucket]] = {}  # completed by some rank only at its end
 
     def begin(self, key: str) -> None:
-        """Reset for a backward of kind ``key``."""
+        """Reset for a backward. ``key``: of its pass; passes with the same key share one order of reductions."""
         self.unreduced |= not self.synchronize
         self._key = key
         self.order = self._orders.get(key, self.order)
@@ -300,21 +303,22 @@ class Reducer:
             grads.set_scale(1.0 / (bucket.comm.ranks.grad_divisor * scale))
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
-        """Show the gradients of ``params`` without the loss scale, until :meth:`set_loss_scale`."""
+        """Let ``param.grad`` of ``params`` show gradients without the loss scale, until :meth:`set_loss_scale`."""
         self._unscaled |= {id(param) for param in params}
 
     def shown_scale(self, param_id: int) -> float:
-        """Return the loss scale that ``param.grad`` shows, as under DDP; 1 after :meth:`unscale`. Stores lack it."""
+        """Return the factor between a stored gradient and ``param.grad``: the loss scale, which stored gradients do not
+        contain; 1 after :meth:`unscale`. ``param_id``: the parameter's ``id``."""
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:
-        """Return the factor that turns a bucket's local buffer into this rank's gradients before loss scaling."""
+        """Return the factor that turns a bucket's local buffer into this rank's gradients of the unscaled loss."""
         grads = self.grads[bucket]
         return 1.0 / grads.scale_on_arrival / self.loss_scale
 
     @without_history
     def accept_grad(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Store ``grad``, which autograd has computed for the parameter at ``slot``, and issue reductions now ready."""
+        """Store ``grad``, computed by autograd for the parameter at ``slot``. Issue reductions that became ready."""
         grads = self.grads[bucket]
         late = grads.store_grad(slot, grad)
         if not grads.reduces:
@@ -339,8 +343,8 @@ class Reducer:
         self._pump()
 
     def end(self, told: Sequence[int] = ()) -> Sequence[int]:
-        """Reduce late gradients and await all reductions. Returns the maxima over ranks of ``told``, bytes that travel
-        with this message; none if no message was sent. Collective."""
+        """Reduce late gradients and wait for all reductions of the backward. Return the maxima over ranks of ``told``,
+        small integers (0 to 255) sent in the same message; empty if no bucket was reduced. Collective."""
         reduced = [bucket for bucket, grads in self.grads.items() if grads.reduces]
         if not reduced:
             return ()
@@ -363,7 +367,7 @@ class Reducer:
         return maxima
 
     def refuse_unreduced(self, places: Iterable[Place]) -> None:
-        """Raise RuntimeError if gradients at any rank's ``places`` are not fully reduced. Collective."""
+        """Raise RuntimeError on all ranks if any rank has unreduced gradients at ``places``. Collective."""
         places = list(places)
         self.refuse_partial(places)
         if self.unreduced:
@@ -376,7 +380,7 @@ class Reducer:
                 )
 
     def refuse_partial(self, places: Iterable[Place] | None = None) -> None:
-        """Raise RuntimeError if a gradient at ``places`` (None: any) lacks part of a backward that has raised."""
+        """Raise RuntimeError if a gradient at ``places`` (None: any) is incomplete because a backward raised."""
         partial = [bucket for bucket, grads in self.grads.items() if grads.partial]
         if partial and places is not None:
             partial = [b for b, info in places if info.slot in self.grads[b].partial]
@@ -387,8 +391,8 @@ class Reducer:
             )
 
     def _agree(self, reduced: Sequence[Bucket], told: Sequence[int]) -> tuple[list[Bucket], Sequence[int]]:
-        """Agree which slots of buckets ``reduced`` have gradients. Return the buckets to reduce again (for late
-        gradients), and the maxima of ``told``. Collective."""
+        """Agree with all ranks which slots of the buckets ``reduced`` have gradients on any rank. Return the buckets
+        with late gradients on any rank, in the order of reductions, and the maxima of ``told``. Collective."""
         # All ranks' vectors need one length and order, so they cover all slots of all synchronized buckets.
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[int] = [*told]
@@ -408,7 +412,8 @@ class Reducer:
         return sorted(late, key=self.order.index), maxima[: len(told)]
 
     def _learn_order(self) -> None:
-        """Adopt the order in which buckets became ready on rank 0, the remaining buckets last. Collective."""
+        """Reduce buckets, in later passes of the same kind, in the order in which buckets became ready on rank 0, with
+        the remaining buckets last. Collective."""
         # See [Note: one order of collectives].
         buckets = list(self.grads)
         number = {b: i for i, b in enumerate(buckets)}
@@ -418,16 +423,16 @@ class Reducer:
         self._orders[self._key] = [buckets[i] for i in order]
 
     def _may_wait(self) -> bool:
-        """Return whether this rank can safely wait in a backward for its oldest reduction in flight. A waiting rank
-        issues no gathers. So it waits only if all ranks have issued that reduction, or need no gather before they issue
-        it. Otherwise ranks could wait for each other for ever. On a device a stream waits, not the host, so there it is
-        enough that all ranks use the same units."""
+        """Return whether this rank can wait in a backward for its oldest reduction in flight without a deadlock. A
+        waiting rank issues no gathers, so it may wait only if all ranks have issued the reduction already or no rank
+        needs a gather before. On a device, where a stream waits, it is enough that all ranks use the same units."""
         oldest = self.issued - len(self._in_flight)
         is_sent = oldest < self.issued_everywhere
         return is_sent or not self._gathers_in_backward or (self.comm.queues and self.one_path)
 
     def abort(self, deadline: float) -> None:
-        """Drop the gradients of a backward that raised. Sends nothing; awaits messages in flight until ``deadline``."""
+        """Drop the gradients of a backward that raised. Sends no message. Waits for messages in flight until
+        ``deadline`` (in ``time.monotonic``)."""
         for _, pending in (*self._in_flight, *self._second_half):
             pending.abandon(deadline)
         self._in_flight, self._second_half = [], []

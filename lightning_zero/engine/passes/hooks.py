@@ -3,7 +3,7 @@
 ::
 
     forward   pre_forward(unit) .................................. post_forward(unit), or forward_raised()
-                 what autograd saves in between: saved_weights.py
+                 saved_weights.py handles tensors that autograd saves in the forward
     backward  backward_begins(), when a gradient comes to an output of the root
                  recomputes(unit), of checkpointed units: recompute.py calls it
                  grad_arrived(param), for every trainable parameter
@@ -47,7 +47,7 @@ _LIFTED = (ENGINE, "compile")  # further attributes that a copy of the module mu
 
 
 class _Running(NamedTuple):
-    """Records a call of a unit's module that has not returned yet."""
+    """A call of a unit's module that has not returned yet."""
 
     unit: Unit
     saving: contextlib.AbstractContextManager[None] | None  # context in which autograd calls our saved-tensor hooks
@@ -102,7 +102,7 @@ class Hooks:
     # -- registration -----------------------------------------------------------------------------------------------
 
     def watch_unit(self, unit: Unit, target: nn.Module) -> None:
-        """Hook calls of ``target``, the unit's module. Our pre-hook runs first: users' hooks see gathered weights."""
+        """Register forward hooks on ``target``, the unit's module. The pre-hook runs before users' pre-hooks."""
 
         def before(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
             self._pre_forward(unit, args, kwargs)
@@ -116,7 +116,7 @@ class Hooks:
         self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
     def watch_calls(self, module: nn.Module) -> None:
-        """Call :meth:`Passes.call_ends` after the outermost call of a module that holds units."""
+        """Register hooks on ``module`` that call :meth:`Passes.call_ends` after the outermost call of such modules."""
 
         def before(*_: object) -> None:
             self._depth += 1
@@ -130,7 +130,8 @@ class Hooks:
         self._handles.append(module.register_forward_hook(outside_graphs(after), always_call=True))
 
     def watch_trainable(self) -> None:
-        """Register gradient hooks on parameters that require a gradient now; users may have unfrozen some since."""
+        """Register gradient hooks on parameters that require a gradient and have no hook yet. Called at each pass,
+        because users may unfreeze parameters."""
         for unit in self.passes.units:
             for bucket in unit.buckets:
                 for info in bucket.params:
@@ -140,7 +141,8 @@ class Hooks:
                         self._watch_grad(unit, bucket, info.slot)
 
     def _watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
-        """Register a hook that takes a trainable parameter's gradient as soon as autograd has accumulated it."""
+        """Register a hook on the parameter at ``slot`` that passes its gradient to the passes and sets ``param.grad``
+        to None as soon as autograd has accumulated the gradient."""
         param = bucket.params[slot].param
         # Weakly: the garbage collector does not see through this hook; the bucket's masters would live for ever.
         passes_ref, place = self._passes, (unit.index, unit.buckets.index(bucket))
@@ -163,7 +165,7 @@ class Hooks:
         self._watched[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
 
     def come_last(self) -> None:
-        """Move our gradient hooks, which set ``param.grad`` to None, behind hooks that users have registered since."""
+        """Make the engine's gradient hooks, which set ``param.grad`` to None, run after all gradient hooks of users."""
         for param, handle in self._watched.values():
             hooks: dict[int, object] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
             if next(reversed(hooks)) != handle.id:
@@ -178,7 +180,8 @@ class Hooks:
         self._touched.add(module)
 
     def guard_module(self, module: nn.Module, refuse: Callable[..., None]) -> None:
-        """Make ``module`` call ``refuse`` before a state dict, conversion, copy or pickle would see placeholders."""
+        """Make ``module`` call ``refuse(operation)``, which may raise, before a state dict, a conversion, a copy or
+        pickling reads parameters that may be placeholders."""
 
         def before_load(_: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *__: object) -> None:
             if metadata.get("assign_to_params_buffers"):
@@ -255,7 +258,8 @@ class Hooks:
         self._touched.add(module)
 
     def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
-        """Remove our hooks and attributes from modules, but not from parameters. Returns a function to restore them."""
+        """Remove the engine's hooks and attributes from modules (not from parameters), except, with ``keep_engine``,
+        the engine itself. Return a function that puts the hooks and attributes back."""
         ours = {handle.id for handle in self._handles}
         attributes: list[tuple[nn.Module, dict[str, object]]] = []
         tables: list[tuple[dict[int, object], list[tuple[int, object]]]] = []
@@ -306,7 +310,8 @@ class Hooks:
             self._watch_inputs(unit, args, kwargs)
 
     def _watch_inputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> None:
-        """Hook the inputs of a unit with frozen weights: it must stay gathered until the inputs' gradients arrive."""
+        """Register gradient hooks on the inputs of a call of ``unit``. With frozen weights the unit must stay gathered
+        in the backward until the gradients of all inputs have arrived."""
         inputs = {id(t): t for t in find_tensors((args, kwargs)) if t.requires_grad}
         if torch._C._current_graph_task_id() != -1:
             # In a recomputation only leaves are new. Other inputs were hooked in the forward, or lead to no backward.
@@ -378,7 +383,7 @@ class Hooks:
             saving.__exit__(None, None, None)
 
     def forget_calls(self) -> None:
-        """End the records of calls that never returned, because of an exception that hooks do not see."""
+        """Drop the records of calls that an exception has ended without a call of the forward hooks."""
         while self._running:
             self._end_call()
         self._depth = 0
@@ -389,8 +394,9 @@ class Hooks:
             self.passes.forward_raised()
 
     def _hides_outputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> bool:
-        """Return whether a backward can follow a call of ``unit`` although no result with a ``grad_fn`` was found.
-        True if inputs or weights require gradients: the results may be in an object that was not searched."""
+        """Return whether a backward may follow a call of ``unit`` although no tensor with a ``grad_fn`` was found in
+        its result: if inputs or weights require gradients, because tensors may be inside objects that are not
+        searched."""
         inside = self.passes.units if unit.index == 0 else [unit]  # a root may have no parameters of its own
         return torch.is_grad_enabled() and (
             any(t.requires_grad for t in find_tensors((args, kwargs)))
@@ -403,7 +409,8 @@ def _patched(module: nn.Module) -> list[str]:
 
 
 def _changes(fn: Callable[[Tensor], Tensor], dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ``fn``, which converts tensors for ``Module._apply``, would change one of this kind."""
+    """Return whether ``fn``, an argument of ``Module._apply``, would convert or change a tensor with ``dim``
+    dimensions, of ``dtype`` and on ``device``."""
     with torch.inference_mode(False), torch.no_grad():
         tensor = torch.zeros((2,) * dim, dtype=dtype, device=device)
         before = tensor._version, tensor.is_shared()

@@ -1,13 +1,14 @@
-"""Runs passes: follows forwards and backwards, gathers each unit before its use, and reshards it afterwards.
+"""Runs passes: follows forwards and backwards, gathers each unit before a use, and reshards the unit afterwards.
 
-A *pass* is a forward with its backward, or one evaluation step. A backward is *explicit* if the engine is told of it
-(:meth:`Passes.backward_scope`). A plain ``loss.backward()`` is noticed by its first hook, and ends with autograd's
-graph task.
+A *pass* is a forward with its backward, or one evaluation step. A backward is *explicit* inside of
+:meth:`Passes.backward_scope`. A plain ``loss.backward()`` is noticed when its first hook is called, and ends with
+autograd's graph task.
 
-See [Note: weak references and graphs]: what autograd holds refers to the passes weakly.
+See [Note: weak references and graphs]: objects that autograd holds refer to the passes weakly.
 See [Note: one order of collectives]: passes begin, meet and end on all ranks, or raise on all.
-See [Note: what resume may trust]: after an exception all param syncs are issued before ranks compare counts.
-See [Note: masters during an offloaded step]: a backward, and what reads masters, waits for the steps first.
+See [Note: what resume may trust]: after an exception all gathers that follow steps are issued before ranks compare
+counts.
+See [Note: masters during an offloaded step]: a backward, and every read of masters, first waits for the steps.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ Look = Callable[[ParamInfo, Tensor], object]
 
 
 class Passes:
-    """Runs the passes of one engine, one at a time. The engine's hooks and scopes call its methods."""
+    """Runs the passes of one engine, one at a time. The engine's hooks and context managers call the methods."""
 
     hooks: Hooks  # made after the passes
 
     def __init__(self, module: nn.Module, units: Units, comm: Communicator, config: ZeroConfig, cores: int) -> None:
-        """Collective. ``cores``: number of cores for this rank's offloaded steps."""
+        """Make the parts of the passes. Collective. ``cores``: number of cores for this rank's offloaded steps."""
         self.units, self.comm, self.config = units, comm, config
         self.precision = config.precision.name or Precision.fp32
         self.after_step = AfterStep(units, comm.streams, cores)
@@ -83,7 +84,7 @@ class Passes:
 
     @property
     def key(self) -> str | None:
-        """Return the kind of the open pass; None between passes. Passes of one kind should use units in one order."""
+        """Return the kind of the open pass; None between passes. Passes of a kind should use units in one order."""
         return self._open.key
 
     @property
@@ -99,7 +100,8 @@ class Passes:
 
     @outside_autograd
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
-        """Open a pass, and gather the root. ``owner``: the unit whose call opens it outside of a step. Collective."""
+        """Open a pass of kind ``key``, and gather the root. Collective. ``evaluation``: the pass has no backward.
+        ``owner``: the unit whose call opens the pass, outside of a step; None: a step opens the pass."""
         if self.between.shown:
             self.between.close()
         if self.between.rounded:
@@ -125,9 +127,9 @@ class Passes:
         root.unshard_wait()
 
     def shows_masters(self, *, saves: bool) -> bool:
-        """Return whether users' code, which uses a parameter outside of calls, must see its master: between steps, and
-        in a step (of manual optimization) between an optimizer's step and the next call. ``saves``: autograd will save
-        the values, for a backward, which takes a pass. Collective."""
+        """Return whether users' code that uses a parameter outside of module calls must see the master: True between
+        steps and, in a step with manual optimization, between an optimizer's step and the next module call. ``saves``:
+        autograd will save the values for a backward, which needs a pass. Collective."""
         if self._stepped and saves:
             self._set_stepped(False)
         elif self._stepped:
@@ -138,20 +140,21 @@ class Passes:
         return self.key is None
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks before ``what``, which gathers masters. Collective."""
+        """Wait until all ranks call this for the operation ``what``, which gathers masters. Collective."""
         if self.key is None or self.in_backward:
             self.comm.gather_checked(None, what)
         else:
             self.order.meet(what)
 
     def check_room(self, module: nn.Module, what: str, *, or_on_host: bool = False) -> bool:
-        """Do as :meth:`Between.check_room` for ``what``, a call between steps that takes all weights of ``module``."""
+        """Call :meth:`Between.check_room` for the parameters of ``module`` if the operation ``what`` shows their
+        masters between steps; otherwise return False. Collective."""
         between_steps = self.key is None and self.between.in_run and not (self.fence.is_lowered or self.fence.is_plain)
         return between_steps and self.between.check_room(module.parameters(), what, or_on_host=or_on_host)
 
     def _set_stepped(self, stepped: bool) -> None:
-        """Show users' code compute parameters, or after an optimizer's step (``stepped``) placeholders, so that a use
-        of a parameter calls the engine, which shows masters."""
+        """Point parameters at placeholders after an optimizer's step (``stepped``), so that users' uses call the
+        engine, which shows masters; otherwise point parameters at the compute parameters again."""
         self._stepped = stepped
         for bucket in self.units[0].resharded:
             bucket.show(gathered=not stepped)
@@ -161,7 +164,7 @@ class Passes:
             self.between.pass_begins()
 
     def recover(self, what: str = "going on after an exception") -> None:
-        """Resynchronize the ranks if an exception has ended a pass. ``what``: what follows, for errors. Collective."""
+        """Resynchronize the ranks if an exception has ended a pass. ``what``: the next operation. Collective."""
         if self.aborted:
             # ``resume`` compares the ranks' numbers of operations. How many param syncs a rank has issued depends on
             # its worker thread, so each rank issues all param syncs first: equal numbers then mean equal operations.
@@ -194,7 +197,7 @@ class Passes:
 
     @contextlib.contextmanager
     def scope(self, key: str, *, evaluation: bool) -> Iterator[None]:
-        """Run the body as a step, in passes of kind ``key``. Only ``Engine.step_scope`` calls this. Collective."""
+        """Context manager that runs its body as a step of kind ``key``; see ``Engine.step_scope``. Collective."""
         self.leave()
         self._ordinal = 0
         self._scope = Scope(key, evaluation)
@@ -214,7 +217,7 @@ class Passes:
 
     @outside_autograd
     def abort(self) -> None:
-        """Close the pass and reset units after an exception. Sends nothing; waits up to 10 s for messages in flight."""
+        """Close the pass after an exception. Sends no message. Waits up to 10 s for messages in flight."""
         # One deadline for all messages: one deadline each would add up to hours if a peer is dead.
         deadline = time.monotonic() + ABANDON_S
         self.aborted = True
@@ -237,7 +240,7 @@ class Passes:
 
     @outside_autograd
     def leave(self) -> None:
-        """End the pass that is still open, if any. Abort it if an exception has ended its backward. Collective."""
+        """End the open pass, if any; abort the pass if an exception has ended its backward. Collective."""
         if self.between.shown:
             self.between.close()
         self.forget_failed()
@@ -248,10 +251,8 @@ class Passes:
 
     @outside_autograd
     def wait_for_all(self) -> None:
-        """Wait for optimizer steps and their param syncs, so that masters can be read and changed. Collective.
-
-        After an exception ranks first agree on whether their process groups can still be used.
-        """
+        """Wait for optimizer steps and the gathers that follow steps, so that masters can be read and changed. After an
+        exception, ranks first replace process groups if necessary. Collective."""
         if self.between.shown:
             self.between.flush()
         self._settle()
@@ -270,10 +271,8 @@ class Passes:
         self.timeline.run_ends(together=whole and not self.aborted)
 
     def masters_changed(self, changed: set[Bucket]) -> None:
-        """Gather replicated parameters again, unit by unit, after the buckets ``changed`` got new masters. Collective.
-
-        The next forward waits for these gathers. In an open pass this method itself waits for the root's.
-        """
+        """Issue gathers of replicated parameters, unit by unit, after masters of the buckets ``changed`` have changed.
+        The next forward waits for these gathers; in an open pass this method waits for the root's. Collective."""
         self.after_step.masters_changed(changed)
         if self.key is not None:
             self.after_step.sync_params(self.units[0])
@@ -281,7 +280,7 @@ class Passes:
         self.refresh()
 
     def refresh(self) -> None:
-        """Bring new masters into views that users' code has kept of parameters, if any. Collective."""
+        """Copy new masters into views of parameters that users' code has kept between steps, if any. Collective."""
         if self.between.memory and not self.in_backward:
             if self.key is not None:
                 self.order.meet("new values of parameters of which views are kept")
@@ -290,7 +289,7 @@ class Passes:
                 self.between.close()
 
     def under_way(self) -> str | None:
-        """Describe what is under way (a step, a backward, a pass), for error messages. Returns None if nothing is."""
+        """Return in words which step, backward or pass has begun and not ended, for errors; None if none has."""
         self.forget_failed()
         if self._scope is not None:
             return "inside a step (training_step, validation_step, or engine.step_scope())"
@@ -301,7 +300,7 @@ class Passes:
         return None
 
     def plans_changed(self, config: ZeroConfig) -> None:
-        """Forget the recorded orders of gathers and reductions, after buckets got new placements by ``config``."""
+        """Forget the recorded orders of gathers and reductions: buckets have new plans, by the settings ``config``."""
         self.config = config
         self.order.plans_changed()
         self.between.plans_changed()
@@ -310,7 +309,7 @@ class Passes:
         self.saved.plans_changed()
 
     def stepped(self) -> None:
-        """Note an optimizer step. Outside of :meth:`scope`, passes are then numbered from 0 again."""
+        """Note that an optimizer has stepped. Outside of :meth:`scope` the numbers of passes begin again at 0."""
         if self._scope is None:
             self._ordinal = 0
         elif self._open.unused and self.between.rounds:
@@ -343,8 +342,9 @@ class Passes:
         self.order.unshard(unit, what)
 
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
-        """Reshard ``unit`` after its module's forward, unless it must stay gathered. End the pass if this module call
-        has opened it and no backward follows."""
+        """Reshard ``unit`` after its module's forward, unless the unit must stay gathered. End the pass if this call
+        opened the pass and no backward follows. ``outermost``: no other unit's call is open. ``awaits_backward()``:
+        whether a backward can follow."""
         if recording.recorder is not None:
             self.lane.leaves()
         if unit.index and not self.in_backward:
@@ -362,14 +362,14 @@ class Passes:
             self.order.call_ends()
 
     def forward_raised(self) -> None:
-        """Abort the pass after the outermost module call has raised. Inside :meth:`scope` leave this to the scope."""
+        """Abort the pass after the outermost call has raised. Does nothing inside :meth:`scope`, which aborts."""
         if self._scope is None:
             self.abort()
 
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
 
     def borrowed(self, unit: Unit, *, keep: bool) -> None:
-        """Reshard ``unit``, which was gathered for users' code to read; with ``keep`` only when the pass ends."""
+        """Reshard ``unit``, which was gathered for a read by users' code: now or, with ``keep``, when the pass ends."""
         if keep:
             unit.is_held = True
         elif not self.in_backward:
@@ -386,7 +386,7 @@ class Passes:
 
     @contextlib.contextmanager
     def backward_scope(self) -> Iterator[None]:
-        """Treat the body as one backward, and reduce all gradients at its end. Collective."""
+        """Context manager that treats its body as one backward, and reduces all gradients at the end. Collective."""
         self.forget_failed()
         try:
             self._begin_backward(explicit=True)
@@ -426,7 +426,7 @@ class Passes:
         self._needed = None
 
     def backward_begins(self) -> None:
-        """Start a backward, unless one is under way. All hooks of backwards call this, so the first one starts it."""
+        """Start a backward, unless one is running. Called first by every hook that autograd calls in a backward."""
         if self.phase is Phase.IMPLICIT_BACKWARD and self._noticed() is None:
             self.forget_failed()
         if self.phase is not Phase.BACKWARD and self.phase is not Phase.IMPLICIT_BACKWARD:
@@ -443,7 +443,7 @@ class Passes:
 
     @contextlib.contextmanager
     def looking(self, look: Look) -> Iterator[None]:
-        """Give gradients of backwards in the body to ``look(info, grad)``, and do not store them. Collective."""
+        """Context manager in which gradients are passed to ``look(info, grad)`` and not stored. Collective."""
         self.leave()
         with self.sharded_grads.set_aside(info for unit in self.units for info in unit.infos):
             self.look = look
@@ -454,8 +454,8 @@ class Passes:
                 self.look = None
 
     def _in_pass(self) -> bool:
-        """Return whether a pass is open, and shows no masters. Between steps of a run, end a pass that waits for a
-        backward: if the backward comes, it opens another pass. Collective."""
+        """Return whether a pass is open in which the values of parameters are not the masters. Between steps of a run,
+        first end a pass that waits for its backward; a later backward opens another pass. Collective."""
         self.forget_failed()
         waits = self.phase is Phase.FORWARD and self._scope is None and not self.hooks.running
         # Views of gathered values (which autograd has saved, maybe) must keep their memory.
@@ -465,8 +465,9 @@ class Passes:
 
     @contextlib.contextmanager
     def copying(self, module: nn.Module, what: str) -> Iterator[None]:
-        """Show masters in ``module`` for the body, ``what``, if a pass of a run is open whose values will go or are
-        rounded. Not in a backward or a call of a unit, where :class:`Fence` refuses. Collective."""
+        """Context manager in which masters are the values of parameters of ``module``, if a pass of a run is open in
+        which compute parameters are dropped after use or differ in dtype from masters. Does nothing in a backward or in
+        a call of a unit, where :class:`Fence` raises. ``what``: the operation in the body, in words. Collective."""
         fence, runs = self.fence, self.between.runs_here and not (self.in_backward or self.hooks.running)
         if fence.is_lowered or fence.is_plain or not (runs and fence.lacks_masters and self._in_pass()):
             yield
@@ -486,8 +487,8 @@ class Passes:
             self.abort()
 
     def weights_needed(self, unit: Unit) -> bool:
-        """Gather ``unit`` before a kernel of a backward reads its weights. Outside of a backward gather nothing: one
-        rank alone may look at a graph. Return whether the weights are gathered."""
+        """Gather ``unit`` before a kernel of a backward reads its weights. Return whether the weights are gathered.
+        Outside of a backward, where only one rank may read saved tensors of a graph, do not gather."""
         if torch._C._current_graph_task_id() == -1:
             return unit.state is State.GATHERED
         self.backward_begins()
@@ -499,16 +500,15 @@ class Passes:
         return True
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
-        """Note that all inputs of call number ``call`` of ``unit`` have their gradients. Reshard the unit if it awaits
-        no other gradients."""
+        """Note that the gradients of all inputs of call number ``call`` of ``unit`` have arrived. Reshard the unit if
+        no other gradient needs its weights."""
         unit.calls.discard(call)
         self._maybe_reshard(unit)
 
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
-        """Pass one gradient to the reducer, and reshard ``unit`` after its last gradient.
-
-        ``shown``: a user's hook has seen ``grad``. Raises RuntimeError if torch would have shown it a sum of gradients.
-        """
+        """Pass the gradient of the parameter at ``slot`` to the reducer, and reshard ``unit`` after its last gradient.
+        ``shown``: users have hooks that got ``grad``. Raises RuntimeError if torch alone would have passed such hooks a
+        sum with an earlier gradient."""
         # Not ``outside_autograd``: this runs for every parameter, and the callees use it where it matters.
         self.backward_begins()
         if shown and slot in self.reducer.grads[bucket].used:
@@ -531,14 +531,14 @@ class Passes:
             self._maybe_reshard(unit)
 
     def _maybe_reshard(self, unit: Unit) -> None:
-        """Reshard ``unit`` in a backward if all gradients whose computation needs its weights have arrived."""
+        """Reshard ``unit`` in a backward if all gradients have arrived whose computation needs the unit's weights."""
         may_go = self.in_backward and unit.index and not self._open.second_order
         if may_go and not unit.calls and unit.arrived >= unit.expected:
             unit.arrived = 0  # for a second backward
             self.order.reshard(unit)
 
     def _graph_task_gone(self) -> None:
-        """Set ``param.grad`` again after an exception in ``loss.backward()``, to notice a later ``zero_grad``."""
+        """Set ``param.grad`` again after ``loss.backward()`` raised, so that a later ``zero_grad()`` is noticed."""
         if self.phase is Phase.IMPLICIT_BACKWARD:
             self.sharded_grads.place_used()
 
@@ -558,7 +558,7 @@ class Passes:
 
     @outside_autograd
     def _end_backward(self) -> None:
-        """Reduce the remaining gradients in order and close the pass, at the end of a backward. Collective."""
+        """End a backward: reduce the remaining gradients in order, and close the pass. Collective."""
         self.comm.waits.place = f"end of backward in pass {self.key}"
         if recording.recorder is not None:
             self.lane.ends()

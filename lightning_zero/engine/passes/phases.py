@@ -1,4 +1,4 @@
-"""The phases of a pass, and what passes ask of the classes above them."""
+"""The phases of a pass, and the interfaces of objects that passes call but do not import."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ LEGAL = {
 
 
 class Scope(NamedTuple):
-    """Describes a training or evaluation step that the caller has opened (:meth:`Passes.scope`)."""
+    """A training or evaluation step opened by :meth:`Passes.scope`, with the kind of its passes."""
 
     key: str
     evaluation: bool
 
 
 class Stepper(Protocol):
-    """Steps an optimizer; in ``steps/``, above this folder."""
+    """The interface of an object that steps an optimizer; implemented in ``engine/steps/``."""
 
     def settings(self) -> list[dict[str, object]]: ...
 
 
 class Hooks(Protocol):
-    """Follows calls and gradients of modules; in ``hooks.py``, above this file."""
+    """The interface of the engine's hooks on modules and parameters; implemented in ``hooks.py``."""
 
     idle: bool
 

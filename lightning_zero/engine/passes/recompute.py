@@ -1,8 +1,8 @@
-"""Replaces units' forwards: by compiled ones, or by ones inside a checkpoint.
+"""Replaces units' forwards by compiled forwards, or by forwards under activation checkpointing.
 
 Replaces ``module.forward`` and not the module's call, so that hooks run once. Under activation checkpointing a block
-keeps its inputs only. The backward gathers the block's unit and computes the forward again. The second forward starts
-from the buffers and frozen parameters that the first started from, and leaves no change of them.
+keeps only its inputs. The backward gathers the block's unit and computes the forward again, with the values that
+buffers and frozen parameters had before the first forward, and without a lasting change of either.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class UnitForward:
-    """Replaces the forward of one unit's module. ``plain``: the original forward; ``inner``: the same, or compiled."""
+    """Replaces the forward of one unit's module. ``plain``: the original forward. ``inner``: the forward to call, which
+    is ``plain`` or a compiled version."""
 
     def __init__(self, unit: Unit, module: nn.Module, hooks: Hooks) -> None:
         self.unit = unit
@@ -65,12 +66,12 @@ class UnitForward:
         return self.inner is not self.plain
 
     def compile(self, compile: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
-        """Run ``compile(plain)`` as the forward from now on, also in place of an earlier compilation."""
+        """Use ``compile(plain)`` as the forward from now on. Replaces an earlier compiled forward."""
         self.inner = compile(self.plain)
         self._put()
 
     def put_around(self, around: Around) -> None:
-        """Call ``around(self, args, kwargs)`` in place of the forward from now on; ``around`` calls :attr:`inner`."""
+        """From now on call ``around(self, args, kwargs)`` as the forward. ``around`` must call :attr:`inner`."""
         self._around = around
         self._put()
 
@@ -98,9 +99,9 @@ KEPT = 1 << 20  # bytes of a buffer of which a call always keeps the value of be
 
 
 class StateReplay:
-    """Keeps recomputed forwards from changing a module's buffers and frozen parameters (codebooks, averages) twice:
-    lets them read and change copies of what these were before the first forward. Values are compared in calls 1, 2, 4,
-    8, ... (see [Note: checksums of writes]); of small buffers each call keeps the value of before."""
+    """Prevents recomputed forwards from changing a module's buffers and frozen parameters (codebooks, averages) a
+    second time: a recomputation uses copies of the values before the first forward. Finds changed tensors by comparing
+    values in calls 1, 2, 4, 8, ... (see [Note: checksums of writes]). Small buffers are saved in each call."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [inner for inner in module.modules() if inner._buffers or inner._parameters]
@@ -118,8 +119,9 @@ class StateReplay:
 
     @contextlib.contextmanager
     def record(self, values: StateValues) -> Iterator[None]:
-        """Run the body, a first forward. Put into ``values`` what the state that it changes was before. Buffers of
-        torch's norm modules in training always count as changed: see [Note: version counters]."""
+        """Context manager for a first forward. At the end, ``values`` has the earlier value of each buffer and frozen
+        parameter that the body may have changed. Buffers of torch's norm modules in training always count as changed:
+        see [Note: version counters]."""
         self._calls += 1
         compares = not self._calls & (self._calls - 1)
         before = [
@@ -149,8 +151,8 @@ class StateReplay:
 
     @contextlib.contextmanager
     def replay(self, values: StateValues) -> Iterator[None]:
-        """Run the body, a recomputation, on copies of ``values``. Then put the state back. The recomputed graph can
-        read the changed copies later."""
+        """Context manager for a recomputation, in which the module's buffers and frozen parameters are copies of
+        ``values``, a result of :meth:`record`. On exit restore the module's tensors; the graph keeps the copies."""
         now = []
         for (owner, name), value in values.items():
             is_buffer = name in owner._buffers
@@ -165,7 +167,7 @@ class StateReplay:
 
 
 def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
-    """Raise a ConfigError if ``config`` recomputes or compiles units, and ``blocks``, those but the root, is empty."""
+    """Raise a ConfigError if ``config`` recomputes or compiles units, and ``blocks`` (all but the root) is empty."""
     asked = []
     if config.activation_checkpointing is not Recompute.none:
         setting = "zero.activation_checkpointing"
@@ -182,7 +184,7 @@ def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
 
 
 class Recomputation:
-    """Runs a unit's forward under activation checkpointing. Saves the unit's inputs in the context ``keeping()``."""
+    """Runs a unit's forward under activation checkpointing. ``keeping()``: the context that saves its inputs."""
 
     def __init__(self, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self.passes, self.state, self._kind = ref(passes), StateReplay(module), type(module)
@@ -207,8 +209,8 @@ class InputsOnHost:
         d2h     :             inputs 1  | inputs 2  | ...
         h2d     :                                       inputs 3 | inputs 2   | inputs 1
 
-    Inputs of the last :data:`HELD` blocks stay on the device. When a backward asks for a block's inputs, those of the
-    block before it start on their way back.
+    Inputs of the last :data:`HELD` blocks stay on the device. When a backward needs the inputs of a block, the copy of
+    the previous block's inputs to the device starts too.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -216,7 +218,7 @@ class InputsOnHost:
         self._leaving = deque[_InputsOfBlock]()  # blocks whose inputs are still on the device too
 
     def __call__(self) -> saved_tensors_hooks:
-        """Return a context in which autograd saves the inputs of one block's call."""
+        """Return a context in which autograd saves the inputs of one call of a block in host memory."""
         block = _InputsOfBlock(self._streams, self._leaving[-1] if self._leaving else None)
         self._leaving.append(block)
         if len(self._leaving) > HELD:
@@ -234,7 +236,7 @@ class _Input:
 
 
 class _InputsOfBlock:
-    """Inputs of one block's call. The graph keeps this object, so that they go with the graph."""
+    """The saved inputs of one call of a block, held by autograd's graph and freed with the graph."""
 
     def __init__(self, streams: Streams, before: _InputsOfBlock | None) -> None:
         self._streams, self._before = streams, ref(before) if before is not None else lambda: None
@@ -255,7 +257,8 @@ class _InputsOfBlock:
         return self._inputs[-1]
 
     def free_copied(self) -> None:
-        """Free the inputs on the device, once they have been copied. Keep those that were changed, for the error."""
+        """Free the inputs on the device after their copies to the host. Keep inputs that were changed in place since,
+        so that :meth:`unpack` raises."""
         for kept in self._inputs:
             self._streams.wait(kept.came)
             if kept.device is not None and kept.device._version == kept.version:
@@ -282,7 +285,7 @@ class _InputsOfBlock:
         return tensor
 
     def start_return(self) -> None:
-        """Start to copy inputs back to the device, but for those that are there or on their way."""
+        """Start to copy to the device all inputs that are only on the host."""
         away = [kept for kept in self._inputs if kept.device is None]
         if not away:
             return
@@ -295,11 +298,9 @@ class _InputsOfBlock:
 
 
 def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> Given:
-    """Replace empty transformers key-value caches by None in the arguments of a ``block``.
-
-    Models create a cache in each call without ``use_cache=False``, and a second forward would add to it. transformers'
-    own checkpoints also replace it, except for blocks that only read the cache.
-    """
+    """Return the arguments of a ``block`` with None in place of empty key-value caches of transformers. Models create a
+    cache in each call without ``use_cache=False``, and a recomputation would extend the cache a second time.
+    transformers' own checkpointing replaces caches too, except for blocks that only read a cache."""
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
     if getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs
@@ -313,11 +314,9 @@ def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> Given:
 
 
 class _Call:
-    """Runs one call of a block: first its forward, and in the backward the same forward again.
-
-    Each tensor is given to the checkpoint once, because a module may test whether two arguments are the same tensor
-    (``MultiheadAttention``). Containers are copied before the first forward, because a block may append to a list.
-    """
+    """Runs one call of a block: first its forward, and in the backward the same forward again. Each tensor is given to
+    the checkpoint once, because a module may test whether two arguments are the same tensor (``MultiheadAttention``).
+    Containers are copied before the first forward, because a block may append to a list."""
 
     def __init__(
         self, forward: UnitForward, of: Recomputation, given: Given, form: object, tensors: Sequence[Tensor]

@@ -1,12 +1,13 @@
-"""Gathers weights that autograd has saved, when a backward reads them.
+"""Gathers weights that autograd has saved, when a backward reads the saved weights.
 
-A saved view is packed together with its unit: see [Note: freed storage and autograd's views]. Autograd unpacks the view
-just before a kernel reads it, in any kind of backward, and unpacking gathers the unit. torch does not check what hooks
-have packed for in-place changes; this file does.
+Saved-tensor hooks pack a saved view of a weight together with its unit: see [Note: freed storage and autograd's views].
+Autograd unpacks the view just before a kernel reads the view, and unpacking gathers the unit. torch does not check
+tensors that hooks have packed for in-place changes; this file does.
 
 [Note: weak references and graphs]
-The garbage collector does not see what autograd holds: packed tensors, hooks, `param.grad`, callbacks of a backward. A
-cycle through these lives for ever, with the engine and its shards. So what autograd holds refers to the engine weakly.
+The garbage collector does not see objects that autograd holds: packed tensors, hooks, `param.grad`, callbacks of a
+backward. A reference cycle through such an object is never freed, and keeps the engine and its shards. So these objects
+refer to the engine weakly.
 """
 
 from __future__ import annotations
@@ -55,15 +56,16 @@ class _Saved(NamedTuple):
 
 
 class _Outer(NamedTuple):
-    """Holds what outer saved-tensor hooks (the user's or a checkpoint's) have packed, and the function to unpack it."""
+    """A value packed by outer saved-tensor hooks (the user's or a checkpoint's), and the function that unpacks it."""
 
     value: object
     unpack: Callable[..., Tensor]
 
 
 class SavedWeights:
-    """Packs the tensors that autograd saves in units' forwards, and gathers weights when it unpacks them.
-    ``needed(unit)`` gathers the unit inside a backward, and returns whether its weights are present."""
+    """Packs the tensors that autograd saves in units' forwards, and gathers a weight's unit when autograd unpacks the
+    weight. ``needed(unit)``: called then; gathers the unit in a backward, and returns whether its weights are
+    present."""
 
     def __init__(self, units: Sequence[Unit], needed: Callable[[Unit], bool]) -> None:
         self._needed = needed
@@ -81,17 +83,14 @@ class SavedWeights:
         }
 
     def hooked(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which autograd saves weights together with their unit."""
+        """Return a context of saved-tensor hooks, in which autograd saves weights together with their units."""
         context: contextlib.AbstractContextManager[None] = saved_tensors_hooks(*self._hooks())
         return context
 
     @property
     def alone(self) -> bool:
-        """Return whether no other saved-tensor hooks are active.
-
-        A checkpoint counts the tensors that its hooks see, in the forward and in the recomputation. Our hooks could
-        make the two counts differ.
-        """
+        """Return whether no other saved-tensor hooks are active. A checkpoint counts the tensors that its hooks see, in
+        the forward and in the recomputation. Our hooks could make the two counts differ."""
         outer = _autograd._top_saved_tensors_default_hooks(True)
         return outer is None or outer[0] == self._pack
 
@@ -105,7 +104,7 @@ class SavedWeights:
         return lambda tensor: self._pack_inside(tensor, pack, unpack), self._unpack
 
     def owner_of(self, tensor: Tensor) -> Unit | None:
-        """Return the unit that has ``tensor`` in a buffer that is dropped after use; None if no unit has."""
+        """Return the unit whose buffer, dropped after use, has the memory of ``tensor``; None if there is none."""
         try:
             # Of a DTensor over a split parameter, the tensor inside.
             return self._unit_of.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
@@ -157,8 +156,9 @@ class SavedWeights:
 
 
 def explain_weights(error: BaseException, units: Sequence[Unit], assigned: Mapping[str, str]) -> None:
-    """Explain ``error`` of a backward: raise a RuntimeError if weights were freed or ``assigned`` (names, with lines of
-    code), add a note if they were changed otherwise."""
+    """Explain ``error``, raised in a backward. Raise a RuntimeError from ``error`` if it says that weights were freed,
+    or were changed and ``assigned`` (names of parameters with lines of code) is not empty. If weights were changed in
+    another way, add a note to ``error``."""
     if not isinstance(error, RuntimeError):
         return
     if any(words in str(error) for words in _DROPPED):

@@ -1,12 +1,13 @@
-"""Defines ``param.grad`` after a backward: a tensor whose values are in fragments on the ranks.
+"""Defines ``param.grad`` after a backward: a tensor whose values are divided into fragments, one on each rank.
 
 ::
 
     zero_, nan_to_num_, and
     mul_, div_, clamp_ by numbers   change this rank's fragment at once
     norm, linalg.vector_norm        partial norms, one message for all gradients: grad_norms.py
-    any other operation             runs on gathered values, of which each rank keeps its fragment; collective
-    param.grad = value              the same, before gradients are used next; the value must be equal on all ranks
+    any other operation             runs on gathered values; each rank keeps its fragment of changed values; collective
+    param.grad = value              each rank takes its fragment of ``value`` when gradients are used next; collective,
+                                    and ``value`` must be equal on all ranks
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Number = Tensor | float | None
 
 
 class Owner(Protocol):
-    """Has the gradients of one engine; in ``sharded_grads.py``, above this file."""
+    """The interface of the object that has the gradients of one engine; implemented in ``sharded_grads.py``."""
 
     norms: GradNorms
 
@@ -58,7 +59,7 @@ class Owner(Protocol):
 
 
 class _View(NamedTuple):
-    """Describes a view of a gradient."""
+    """The data of a :class:`ShardedGrad` that is a view of another one."""
 
     of: ShardedGrad
     whole: Tensor  # the gathered gradient
@@ -66,7 +67,8 @@ class _View(NamedTuple):
 
 
 class ShardedGrad(Tensor):
-    """Is ``param.grad`` of a sharded parameter, or a view of it: stands for shards of a gradient."""
+    """``param.grad`` of a sharded parameter, or a view of such a gradient: a tensor subclass without values, whose
+    operations use the shards of the gradient."""
 
     info: ParamInfo
     shown: _View | None  # None: the whole gradient
@@ -101,7 +103,7 @@ class ShardedGrad(Tensor):
         return self if self.shown is None else self.shown.of
 
     def read(self) -> Tensor:
-        """Return the values of now: the whole gradient, gathered, or what a view shows of it. Collective."""
+        """Return the current values: the gathered gradient, or a view's part of the gathered gradient. Collective."""
         if self.shown is None:
             return self.owner.gather(self.info)
         owner = self._owner()
@@ -112,13 +114,14 @@ class ShardedGrad(Tensor):
         return self.shown.values
 
     def take_over(self, values: Tensor) -> None:
-        """Take over what was written to ``values``, which :meth:`read` has returned."""
+        """Store ``values``, a result of :meth:`read` that an operation has written to, in the gradient's shards."""
         owner = self._owner()
         if owner is not None and owner.shows(self._root):
             owner.write(self.info, values if self.shown is None else self.shown.whole)
 
     def viewed(self, whole: Tensor, values: Tensor) -> ShardedGrad:
-        """Return a view of this gradient that shows ``values``, a part of ``whole``, which :meth:`read` returned."""
+        """Return a :class:`ShardedGrad` that is a view of this gradient. ``whole``: a result of :meth:`read`.
+        ``values``: a view of ``whole``."""
         whole = whole if self.shown is None else self.shown.whole
         return ShardedGrad(self.info, self._owner, _View(self._root, whole, values))
 
@@ -197,7 +200,8 @@ def _norm(
     dtype: torch.dtype | None = None,
     lazy: bool,
 ) -> Tensor:
-    """Compute ``torch.linalg.vector_norm``: from partial norms for a whole gradient, otherwise from gathered values."""
+    """Return ``torch.linalg.vector_norm`` of ``tensor``: computed from partial norms on the ranks if ``tensor`` is a
+    whole gradient, otherwise from gathered values. ``lazy``: return a :class:`LazyNorm` if possible. Collective."""
     is_whole = not dim or {d % tensor.dim() for d in dim} == set(range(tensor.dim()))
     if not _is_grad(tensor) or not is_whole or keepdim or not norm_type >= 0.0:
         values = tensor.read() if isinstance(tensor, ShardedGrad) else tensor
@@ -208,7 +212,8 @@ def _norm(
 
 
 def _run(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """Run ``func`` on gathered values of gradients, and take over what it writes to them. Collective."""
+    """Run ``func`` on the gathered values of gradients in its arguments, store gradients that ``func`` has changed, and
+    return its result. Collective."""
     arguments = func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     outputs = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -258,7 +263,8 @@ def stale(fqn: str) -> RuntimeError:
 
 
 class LazyNorm(Tensor):
-    """Stands for a gradient's norm (0-d), or several stacked norms, and computes them when someone uses them.
+    """The norm of a gradient (0-d), or stacked norms of several gradients, computed only when an operation uses the
+    values.
     ``get_total_norm`` takes the norm of each gradient, stacks the norms and takes the norm of the stack. Single norms
     cost an exchange for which the host waits. So inside ``get_total_norm`` each norm is a LazyNorm, and the norm of the
     stack is :meth:`GradNorms.total`: one message, no host wait, and the bits of ``lightning_zero.clip_grad_norm_``."""

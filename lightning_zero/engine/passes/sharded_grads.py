@@ -1,4 +1,4 @@
-"""Owns the gradients of one engine as users see them."""
+"""Manages ``param.grad`` of one engine's parameters: assignment, clearing, values, norms and clipping."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from lightning_zero.engine.units.param import ParamInfo, get_grad, set_grad
 
 
 class ShardedGrads:
-    """Owns the gradients of one engine as users see them: a :class:`ShardedGrad` per parameter, until it is cleared."""
+    """Manages the gradients of one engine as users see them: ``param.grad`` of each parameter with a gradient is a
+    :class:`ShardedGrad` until users clear it."""
 
     def __init__(
         self, reducer: Reducer, after_step: AfterStep, forget_failed: Callable[[], None], most_overflows: int | None
     ) -> None:
-        """``most_overflows``: skipped steps in a row that raise (``zero.optimizer.skip_nonfinite``), or None."""
+        """``most_overflows``: raise an error after this number of skipped steps in a row
+        (``zero.optimizer.skip_nonfinite``); None: skip no step."""
         self._reducer, self._grads = reducer, reducer.grads
         self._after_step, self._forget_failed = after_step, forget_failed
         self._most_overflows = most_overflows
@@ -44,7 +46,7 @@ class ShardedGrads:
         self._whole: tuple[ParamInfo, float, Tensor] | None = None  # the gradient that was gathered last, and its scale
 
     def _changed(self) -> None:
-        """Drop what was computed from gradients: they have changed, on all ranks."""
+        """Drop cached norms and gathered values, because gradients have changed on all ranks."""
         self.norms.tables.clear()
         self._whole = None
 
@@ -52,7 +54,8 @@ class ShardedGrads:
 
     @contextlib.contextmanager
     def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
-        """Set ``param.grad`` of ``infos`` to None during the body, unnoticed by the engine. Then restore each."""
+        """Context manager in which ``param.grad`` of ``infos`` is None. The engine does not treat gradients as cleared.
+        On exit restore each ``param.grad``."""
         kept = [(info.param, info.param.grad) for info in infos]
         self._aside = True
         try:
@@ -65,12 +68,12 @@ class ShardedGrads:
                 param.grad = grad
 
     def place_used(self) -> None:
-        """Set ``param.grad`` to a :class:`ShardedGrad` after a backward, for all parameters with gradients."""
+        """Set ``param.grad`` of parameters with gradients to a :class:`ShardedGrad`, unless in :meth:`set_aside`."""
         for bucket, grads in () if self._aside else self._grads.items():
             self.place([bucket.params[slot] for slot in grads.used])
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
-        """Set ``param.grad`` of ``infos`` to a :class:`ShardedGrad`. Their gradients may have changed."""
+        """Set ``param.grad`` of each of ``infos`` to its :class:`ShardedGrad`. Drop cached norms and values."""
         self._changed()
         with torch._C.DisableTorchFunctionSubclass():
             for info in infos:
@@ -81,7 +84,8 @@ class ShardedGrads:
                 set_grad(info.param, grad)
 
     def remove(self, infos: Iterable[ParamInfo]) -> None:
-        """Set ``param.grad`` of ``infos`` to None when a backward starts, so that autograd finds nothing to add to."""
+        """Set each ``param.grad`` of ``infos`` that is a :class:`ShardedGrad` to None at the start of a backward, so
+        that autograd does not add to it."""
         self._whole = None
         for info in infos:
             with torch._C.DisableTorchFunctionSubclass():
@@ -91,14 +95,14 @@ class ShardedGrads:
                 grad.added = False
 
     def finish_pending(self) -> None:
-        """Prepare a read of gradients: wait for steps, and drop failed backwards and gradients that users cleared."""
+        """Prepare a read of gradients: wait for steps, drop gradients that users cleared or whose backward raised."""
         self._forget_failed()
         self.refuse_undivided()
         self._after_step.wait_for_steps()
         self.forget_cleared(takes=True)
 
     def refuse_undivided(self) -> None:
-        """Raise RuntimeError if gradients are sums that the step has yet to divide."""
+        """Raise RuntimeError if gradients are sums over tokens, not yet divided by the number of tokens."""
         if self.undivided:
             raise RuntimeError(
                 "zero.loss=tokens: gradients are sums over tokens until the step divides them by their number. Read or "
@@ -108,9 +112,9 @@ class ShardedGrads:
             )
 
     def forget_cleared(self, *, takes: bool = False) -> None:
-        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None, or to another tensor, to
-        which autograd may add. With ``takes``, store such tensors instead; collective if there are any. Raise
-        RuntimeError if a gradient that was cleared has been assigned."""
+        """Drop the stored gradients of parameters whose ``param.grad`` users have set to None or to another tensor.
+        With ``takes``, store such other tensors as gradients; collective if there are any. Raises RuntimeError if users
+        have assigned a :class:`ShardedGrad` that was cleared before."""
         assigned: list[tuple[Place, Tensor]] = []
         for bucket, grads in () if self._aside else self._grads.items():
             cleared, is_plain = [], bucket.shown is Shown.PLAIN
@@ -137,10 +141,8 @@ class ShardedGrads:
 
     @outside_autograd
     def take_assigned(self, assigned: Sequence[tuple[Place, Tensor]]) -> None:
-        """Take over ``assigned``, whole tensors that are some parameters' ``param.grad``. Collective.
-
-        Raises RuntimeError on all ranks if their values differ between ranks.
-        """
+        """Store the tensors of ``assigned``, which users have set as ``param.grad`` of the parameter at each place, in
+        the gradient shards. Collective. Raises RuntimeError on all ranks if values differ between ranks."""
         found = [(*place, grad if grad.layout is torch.strided else grad.to_dense()) for place, grad in assigned]
         sums = self._reducer.comm.gather_checked(
             {info.fqn: checksum(info.flattened(grad)) for _, info, grad in found}, "gradients that were assigned"
@@ -173,7 +175,7 @@ class ShardedGrads:
             self.write(info, grad)
 
     def shows(self, grad: ShardedGrad) -> bool:
-        """Return whether ``grad`` stands for its parameter's present gradient: users have not cleared it."""
+        """Return whether ``grad`` is still the gradient of its parameter: users have not cleared the gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             now = get_grad(grad.info.param)
         is_there = now is grad or type(now) is Tensor or grad.added or self._aside
@@ -181,7 +183,7 @@ class ShardedGrads:
 
     @property
     def are_there(self) -> bool:
-        """Return whether this rank has gradients, of any backward since users cleared them."""
+        """Return whether this rank has gradients of a backward since users last cleared gradients."""
         self.forget_cleared()
         return any(grads.used or bucket.grad_store.is_there for bucket, grads in self._grads.items())
 
@@ -198,8 +200,9 @@ class ShardedGrads:
 
     @outside_autograd
     def change(self, grad: ShardedGrad, method: str, numbers: Sequence[Number]) -> None:
-        """Apply an in-place ``method`` with arguments ``numbers`` (0-d if tensors) to this rank's fragment of ``grad``.
-        Raises RuntimeError after a backward that raised, or if the gradient is not reduced yet."""
+        """Apply the in-place tensor method named ``method``, with arguments ``numbers`` (numbers or 0-d tensors), to
+        this rank's fragment of ``grad``. Raises RuntimeError after a backward that raised, or if the gradient is not
+        reduced yet and ``method`` does more than multiply by a number or zero."""
         info = grad.info
         bucket = self._bucket_of[id(info.param)]
         self._forget_failed()
@@ -227,8 +230,9 @@ class ShardedGrads:
 
     @outside_autograd
     def gather(self, info: ParamInfo) -> Tensor:
-        """Return one gradient's values as DDP shows them. Collective if gradients are sharded. Raises RuntimeError in a
-        backward, after one that raised, and for a gradient that is only partly reduced."""
+        """Return the whole gradient of one parameter, with the values of DDP's ``param.grad``. Collective if gradients
+        are sharded. Raises RuntimeError in a backward, after one that raised, and if the gradient is only partly
+        reduced."""
         scale = self._reducer.shown_scale(id(info.param))
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"the gradient of {info.fqn} is read inside a backward: read param.grad.clone() before.")
@@ -254,7 +258,8 @@ class ShardedGrads:
         return values
 
     def _local(self, info: ParamInfo) -> Tensor | None:
-        """Return this rank's own gradient, times its ``local_scale``, where it is not reduced yet; else None."""
+        """Return this rank's unreduced gradient, a view of the local buffer, if gradients of this parameter are not
+        reduced yet; else None. Raises RuntimeError if the gradient is only partly reduced."""
         bucket = self._bucket_of[id(info.param)]
         if not (self._reducer.unreduced and bucket.plan.accumulates_locally):
             return None
@@ -265,8 +270,9 @@ class ShardedGrads:
 
     @outside_autograd
     def write(self, info: ParamInfo, values: Tensor) -> None:
-        """Replace one gradient by ``values``, the whole of it as DDP shows it: each rank keeps its fragment. Collective
-        between micro-batches, where DDP's gradients are not averaged yet: there only zeros can be written."""
+        """Replace one gradient by ``values``, the whole gradient as in DDP's ``param.grad``, of which each rank stores
+        its fragment. Raises RuntimeError if gradients are not reduced yet at stages 2 and 3 and elements are changed to
+        another value than 0; the check is collective."""
         bucket, scale = self._bucket_of[id(info.param)], self._reducer.shown_scale(id(info.param))
         self._changed()
         if (local := self._local(info)) is not None:
@@ -289,7 +295,8 @@ class ShardedGrads:
     def clip_by_norm(
         self, places: Sequence[Place], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale gradients so that their norm is at most ``max_norm``. Returns the norm before scaling. Collective."""
+        """Scale the gradients at ``places`` so that their joint norm is at most ``max_norm``. Return the norm before
+        scaling. Collective. Raises RuntimeError with ``error_if_nonfinite`` and a norm that is not finite."""
         norm = self.total_norm(places, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")
@@ -303,7 +310,7 @@ class ShardedGrads:
         on_host = functools.cache(lambda: streams.to_host(factor))
 
         def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
-            """Return whether the bucket's step on the host takes over the scaling, so that the host need not wait."""
+            """Return whether the bucket's offloaded step will scale the gradient, without a wait of the host."""
             return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
 
         grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))
@@ -316,15 +323,15 @@ class ShardedGrads:
             grad.clamp_(-clip_value, clip_value)
 
     def _before_clamp(self, grad: Tensor) -> None:
-        """Replace infinity, which a clamp makes finite, by NaN, if the step has to find and skip what is not finite."""
+        """Under ``skip_nonfinite``, replace infinity in ``grad`` by NaN, which a clamp does not make finite."""
         if self._most_overflows is not None:
             grad.masked_fill_(grad.isinf(), float("nan"))
 
     def _shards_of(
         self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
     ) -> list[Tensor]:
-        """Return views of the elements that this rank owns of the reduced gradients at ``places``. Skip a bucket if
-        ``but(bucket, slots)`` is true."""
+        """Return views of the elements of the reduced gradients at ``places`` that this rank owns. Leave out a bucket
+        if ``but(bucket, slots)`` returns True."""
         places = [] if self._aside else list(places)
         self.finish_pending()
         refuse_whole(places)
@@ -336,7 +343,8 @@ class ShardedGrads:
         return views
 
     def must_skip(self, places: Sequence[Place]) -> bool:
-        """Return whether to skip a step of ``places`` by ``zero.optimizer.skip_nonfinite``. Collective."""
+        """Return whether ``zero.optimizer.skip_nonfinite`` is set and a gradient at ``places``, the parameters of one
+        optimizer, is not finite, so that the optimizer's step must be skipped. Collective."""
         if self._most_overflows is None or not places:
             return False
         key = id(places[0].info.param)

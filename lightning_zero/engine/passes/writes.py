@@ -1,7 +1,7 @@
-"""Notices what users write to gathered parameters and to buffers, and refuses calls that would see placeholders.
+"""Notices users' writes to gathered parameters and to buffers, and refuses calls that would see placeholders.
 
 See [Note: version counters] and [Note: checksums of writes]: how writes are noticed.
-See [Note: masters during an offloaded step]: a write is copied to the masters after that step.
+See [Note: masters during an offloaded step]: a write is copied to the masters after the offloaded step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, give_own_memory, values_changed
 from lightning_zero.engine.units.param_store import placeholders
 from lightning_zero.mesh.split import Split
+from lightning_zero.settings import PrecisionConfig
 
 CHUNK = 1 << 14  # elements per step of a checksum on a CPU, whose cache holds them; 64 times as many on a device
 SMALL_NBYTES = 1 << 22  # of buffers that are compared in every step
@@ -67,7 +68,7 @@ def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = Non
 
 
 def checksum_of_buffer(buffer: Tensor) -> int:
-    """Return the checksum of a whole flat ``buffer``, of a multiple of eight bytes: faster than :func:`checksum`."""
+    """Return the checksum of a flat ``buffer`` of a multiple of eight bytes. Faster than :func:`checksum`."""
     return checksum(buffer.detach().view(torch.int64))
 
 
@@ -79,8 +80,9 @@ def unequal_error(names: Iterable[str], what: str, also: str = "") -> RuntimeErr
 
 
 def refuse_unequal(comm: Communicator, written: Sequence[tuple[Place, Tensor]], where: str) -> None:
-    """Raise RuntimeError on all ranks if values that some rank has written are not the same on all. Collective.
-    ``written``: parameters and their values here; ``where``: inside of what, for the error."""
+    """Raise RuntimeError on all ranks if ranks have different values of a parameter. Collective. ``written``: written
+    parameters, the same on all ranks, and their values on this rank. ``where``: the place of the writes, for the
+    error."""
     if not written or comm.world_size == 1:
         return
     sums = [checksum(place.info.flattened(values)) for place, values in written]
@@ -125,7 +127,8 @@ class Writes:
 
     @outside_autograd
     def hand_out(self, place: Place, values: Tensor) -> None:
-        """Note that users' code has read ``.data``, and got ``values``. Save their checksum, to notice a change."""
+        """Note that users' code has got ``values`` as ``.data`` of the parameter at ``place``. Save a checksum of the
+        values, to notice later writes."""
         bucket, info = place
         key = self._number[bucket], info.slot
         self._read[key] = [ref(values), *[known for known in self._read.get(key, ()) if known() is not None]]
@@ -136,7 +139,7 @@ class Writes:
                 known[info.slot] = checksum(info.flattened(info.gathered))
 
     def forget(self, bucket: Bucket) -> None:
-        """Treat all writes so far to the bucket's parameters as handled: :meth:`take_over` ignores them."""
+        """Let :meth:`take_over` ignore all writes to the bucket's parameters before this call."""
         self._handed_out.pop(bucket, None)
         for info in bucket.params:
             info.version = info.param._version
@@ -144,8 +147,9 @@ class Writes:
     # -- taking over ----------------------------------------------------------------------------------------------
 
     def take_over(self, bucket: Bucket, *, drops: bool = False) -> None:
-        """Copy writes to a bucket's parameters into the masters, before the parameters are freed (``drops``) or
-        replaced. Results of ``.data`` that users hold get placeholders for freed memory: writes to them raise."""
+        """Copy values that users have written to a bucket's parameters into the masters, before gathered values are
+        freed (``drops``) or replaced. With ``drops``, tensors from ``.data`` that users hold become placeholders, so
+        that writes to such tensors raise."""
         # Whole masters are written back by whoever shows them. Placeholders show no values.
         if bucket.shown is not Shown.GATHERED:
             return
@@ -171,7 +175,7 @@ class Writes:
                     values.data = placeholders([values.shape], values.dtype, values.device)[0]
 
     def _lend(self, bucket: Bucket, info: ParamInfo, values: Tensor) -> None:
-        """Leave the memory of ``values``, a result of ``.data``, allocated: users hold views of it. Warn, once."""
+        """Do not free the memory of ``values``, a result of ``.data``, because users hold views of it. Warn once."""
         bucket.full.is_lent = True
         self._read[self._number[bucket], info.slot] = [ref(values)]
         warned, self._warned_of_views = self._warned_of_views, True
@@ -184,8 +188,8 @@ class Writes:
             )
 
     def _written_late(self, bucket: Bucket) -> list[ParamInfo]:
-        """Return the parameters that users have written to between steps through results of ``.data`` of a step: their
-        values are not those that the masters give."""
+        """Return the parameters that users have written to between steps through tensors got from ``.data`` in a step:
+        those whose gathered values differ from values cast from the masters."""
         known = {info: self._read.get((self._number[bucket], info.slot), ()) for info in bucket.params}
         held = [info for info, read in known.items() if any(reference() is not None for reference in read)]
         if not held:
@@ -196,7 +200,7 @@ class Writes:
         return [info for info, before, now in zip(held, *sums, strict=True) if before != now]
 
     def _still_held(self, bucket: Bucket, info: ParamInfo) -> list[Tensor]:
-        """Return the results of ``.data`` that users hold, and forget them."""
+        """Return the tensors that users got from ``.data`` of the parameter and still hold. Forget all such tensors."""
         known = [reference() for reference in self._read.pop((self._number[bucket], info.slot), ())]
         return [values for values in known if values is not None]
 
@@ -216,15 +220,16 @@ class Writes:
             bucket.copy_master_to_params()
 
     def note_rounded(self, bucket: Bucket, info: ParamInfo, *, in_gather: bool = False) -> None:
-        """If a written parameter is used in fewer bits than it was built with, small changes were lost: warn, once.
-
-        Raise RuntimeError instead if it is frozen, and so has no fp32 master, unless the write was ``in_gather``."""
+        """Warn once if a written parameter's compute dtype has fewer bits than its original dtype, because small
+        changes were lost. Raise RuntimeError instead if the parameter is frozen, and so has no fp32 master, unless
+        users wrote inside gather() (``in_gather``)."""
         if bucket.dtypes.compute.itemsize >= info.dtype.itemsize:
             return
         used, lost = bucket.dtypes.compute, round(4 / torch.finfo(bucket.dtypes.compute).eps)
+        whole = [*PrecisionConfig().fp32_modules, f"{info.fqn.partition('.')[0]}.*"]
         says = (
             f"{info.fqn}: expected a write to fp32 values, got one to values in {used}, which loses changes below "
-            f"1/{lost} of a value. Add its module to zero.precision.fp32_modules ('teacher.*' for all of self.teacher)"
+            f"1/{lost} of a value. Set zero.precision.fp32_modules={whole}, which replaces the list of now"
         )
         if not (bucket.plan.trainable or in_gather):
             raise RuntimeError(f"{says}.")
@@ -233,7 +238,8 @@ class Writes:
             warnings.warn(f"{says}{'' if in_gather else ', or write inside lightning_zero.gather()'}.", stacklevel=2)
 
     def replace(self, place: Place, value: Tensor) -> None:
-        """Carry out ``param.data = value``: write this rank's part of the whole tensor ``value`` to the masters."""
+        """Perform ``param.data = value`` for the parameter at ``place``: write this rank's elements of ``value`` to the
+        masters and, if gathered, all elements to the gathered parameter."""
         bucket, info = place
         self.take_over(bucket)
         if not bucket.plan.trainable or value.dtype == bucket.dtypes.compute:
@@ -282,8 +288,9 @@ class Writes:
         return sum(parts) & 0xFFFFFFFFFFFFFFFF
 
     def confirm(self) -> None:
-        """Take over this rank's copies of what any rank has written. Raise RuntimeError on all ranks if written values
-        differ. Collective."""
+        """Compare the values that ranks have written to parameters. Raise RuntimeError on all ranks if values differ.
+        First copy this rank's values of parameters that only other ranks know to be written to the masters.
+        Collective."""
         written = self._comm.all_gather_objects(list(self.unconfirmed), "what was written to parameters")
         keys = sorted({key for found in written for key in found})
         # A message of the user's own (``dist.broadcast(weight, 0)``) changes no version: take over what it has written
@@ -295,8 +302,8 @@ class Writes:
                 self._copy_to_masters(bucket, [bucket.params[slot]])
 
         def checksums(number: int, slot: int) -> tuple[int, int | None]:
-            """Return checksums of this rank's part before a write, and of the whole parameter as this rank has it;
-            None: as it was before, which the parts of all ranks tell."""
+            """Return checksums of this rank's part of a parameter before the write, and of the whole parameter after
+            the write (None: this rank has not written to the parameter)."""
             bucket = self._buckets[number]
             known = self.unconfirmed.get((number, slot))
             return known or (self.own_checksum(bucket, slot, bucket.own_compute_params()), None)
@@ -318,19 +325,17 @@ class Writes:
             raise unequal_error(unequal, what, also)
 
     def confirm_if_any(self) -> None:
-        """Call :meth:`confirm` if any rank has unconfirmed writes. Call between passes. Collective."""
+        """Call :meth:`confirm` if any rank has writes that were not compared yet. Call between passes. Collective."""
         flag = torch.tensor([bool(self.unconfirmed)], dtype=torch.uint8)
         if int(self._comm.max_(flag).item()):
             self.confirm()
 
 
 class BufferSync:
-    """Detect changes of a module's buffers on any rank, and send rank 0's buffers after a change.
-
-    A write through ``.data`` raises no version. So checksums are compared too: of buffers of a few MB before every
-    step, of larger ones before training steps 1, 2, 4, 8, ..., and before evaluations. Once they have differed, buffers
-    are sent every time. A buffer whose shape differs between ranks stays each rank's own.
-    """
+    """Detects changes of a module's buffers on any rank, and sends rank 0's buffers after a change. A write through
+    ``.data`` does not increment the version, so checksums are compared too: of buffers of a few MB before every step,
+    of larger ones before training steps 1, 2, 4, 8, ... and evaluations. After checksums have differed once, buffers
+    are sent every time. A buffer whose shape differs between ranks keeps each rank's values."""
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
         self._module, self._comm = ref(module), comm
@@ -343,14 +348,14 @@ class BufferSync:
 
     @staticmethod
     def _now(module: nn.Module) -> list[tuple[str, Tensor, int]]:
-        """List names and buffers with their versions, which a write in place raises. Inference tensors have none: -1.
-        Empty buffers are left out."""
+        """Return (name, buffer, version) of each buffer with elements. In-place writes increment the version; inference
+        tensors have version -1."""
         return [(n, b, -1 if b.is_inference() else b._version) for n, b in module.named_buffers() if b.numel()]
 
     @outside_autograd
     def sync(self, *, evaluates: bool = False) -> None:
         """Send rank 0's buffers to all ranks if any rank has changed its buffers since the last call. Collective.
-        ``evaluates``: an evaluation follows, and no training step."""
+        ``evaluates``: an evaluation follows, not a training step."""
         module = self._module()
         assert module is not None
         if not self.are_there or self._comm.world_size == 1:
@@ -401,14 +406,14 @@ class BufferSync:
 
 
 def _checksums(buffers: Sequence[tuple[Tensor, int]]) -> list[int]:
-    """Return the checksum of each buffer, with one wait for the device."""
+    """Return the checksum of each buffer of (buffer, version) pairs, with one wait for the device."""
     found: list[int] = torch.stack([checksum_on_device(b) for b, _ in buffers]).tolist() if buffers else []
     return found
 
 
 class Fence:
-    """Refuses uses of a module that would see placeholders for parameters. ``in_pass()``: whether a pass is open;
-    ``in_run()``: whether parameters can be used between passes."""
+    """Raises errors for uses of a module that would see placeholders instead of parameters. ``in_pass()``: whether a
+    pass is open; ``in_run()``: whether parameters can be used between passes."""
 
     def __init__(self, buckets: Sequence[Bucket], in_pass: Callable[[], bool], in_run: Callable[[], bool]) -> None:
         self._buckets, self._in_pass, self._in_run = buckets, in_pass, in_run
@@ -421,7 +426,7 @@ class Fence:
 
     @property
     def lacks_masters(self) -> bool:
-        """Return whether, in a pass, not all of a module is there, in as many bits as the masters have."""
+        """Return whether, in a pass, some parameters are sharded or have fewer bits than their masters."""
         return any(bucket.plan.reshards or bucket.rounds for bucket in self._buckets)
 
     @contextlib.contextmanager
@@ -441,7 +446,8 @@ class Fence:
                 bucket.show(gathered=True)
 
     def refuse_use(self, info: ParamInfo, operation: str) -> None:
-        """Raise a RuntimeError for ``operation`` in a call that may only pass parameters on."""
+        """Raise a RuntimeError if users' code runs ``operation`` on the parameter in a call (``passing_on``) whose code
+        may pass parameters on but not use their values."""
         if self.passing_on:
             raise RuntimeError(
                 f"{info.fqn}: expected that code in {self.passing_on} of a sharded module passes parameters on, or "
@@ -451,7 +457,8 @@ class Fence:
             )
 
     def refuse(self, what: str, *, converts: bool = False) -> None:
-        """Raise a RuntimeError if ``what``, a use of the module (``state_dict()``, say), would see placeholders."""
+        """Raise a RuntimeError if ``what``, a use of the module (such as ``state_dict()``), would see placeholders.
+        ``converts``: the use changes parameters' dtype, device or identity."""
         if self.is_lowered or self.is_plain:
             return
         in_pass = self._in_pass()

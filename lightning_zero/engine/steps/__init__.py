@@ -1,4 +1,4 @@
-r"""A step: from reduced gradients to new parameters.
+r"""Steps of optimizers, from reduced gradients to new parameters.
 
 ::
 

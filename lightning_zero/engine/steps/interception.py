@@ -1,4 +1,5 @@
-"""Replace the user's `optimizer.step()` by the engine's step, and do what comes before and after each step."""
+"""Replace the user's `optimizer.step()` by the engine's step. Before each step wait for earlier steps and gathers, and
+after each step gather new parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from lightning_zero.optimizers.state_trees import State
 
 
 class Stepping:
-    """Replaces an optimizer's `step` by the bound method `step`, and makes its state dict methods raise."""
+    """Replaces `optimizer.step` by the bound method `step`, and makes the optimizer's state dict methods raise."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[[Callable[[], object] | None], object]) -> None:
         self._optimizer = optimizer
@@ -62,13 +63,13 @@ def load_state_dict(self: Optimizer, state_dict: State) -> None:
 
 
 class StateBySlice(defaultdict[Tensor, State]):
-    """Is the `state` of an optimizer of torch's. Its keys are slices of masters, or tensors that are stepped whole."""
+    """The `state` of an optimizer class of torch. Keys are slices of masters, or tensors that are stepped whole."""
 
     around: Callable[[], AroundStep | None] = staticmethod(lambda: None)  # copies have none
     cleared = False
 
     def clear(self) -> None:
-        """Wait for the steps under way, which write to it, and clear it. The next step then starts anew."""
+        """Wait for offloaded steps, then clear the state. The next step starts without state."""
         if (around := self.around()) is not None:
             around.after_step.wait_for_steps()
         super().clear()
@@ -90,7 +91,7 @@ class StateBySlice(defaultdict[Tensor, State]):
 
 
 class AroundStep:
-    """Prepares and finishes the steps of one engine's optimizers: a step calls `begins` first, and `ends` last."""
+    """Prepares and finishes the steps of one engine's optimizers. A step calls `begins` first and `ends` last."""
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._units = units
@@ -101,9 +102,8 @@ class AroundStep:
     @outside_autograd
     def begins(self, places: Sequence[Place]) -> None:
         """Wait for earlier steps and gathers, and copy users' writes into the masters, before a step. Collective.
-
-        Raises RuntimeError inside `gather()`, between Trainer runs, and while unreduced gradients wait for a backward.
-        """
+        Raises RuntimeError inside `gather()`, between Trainer runs, and while unreduced gradients wait for a
+        backward."""
         if self.passes.hooks.idle:
             raise RuntimeError(
                 "optimizer.step() between runs: the module is whole, each rank has a copy of its own, and this "
@@ -127,10 +127,8 @@ class AroundStep:
 
     @outside_autograd
     def ends(self, changed: set[Bucket], stepped: Sequence[ParamInfo]) -> None:
-        """Raise autograd versions of the `stepped` parameters, and schedule the gathers after the step. Collective.
-
-        Masters of the `changed` buckets are new, or will be when their offloaded steps end.
-        """
+        """Increment the autograd versions of the `stepped` parameters, and schedule the gathers after the step.
+        Collective. Masters of the `changed` buckets are new, or will be when their offloaded steps end."""
         self.after_step.step_ends()
         values_changed(stepped)
         self.passes.masters_changed(changed)

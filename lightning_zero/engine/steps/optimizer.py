@@ -2,7 +2,8 @@
 
 Inside the patched `step` the param groups list *runs* in place of parameters: flat slices of the masters, made of
 adjacent fragments that share param group and step count. A parameter that got no gradient on any rank is not stepped,
-as under DDP: no decay, no state, no step count. From then on its step count differs, and runs are cut at its ends.
+as under DDP: no decay, no state, no step count. Afterwards its step count differs from that of its neighbours, so runs
+are cut at its ends.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from lightning_zero.settings import ConfigError, StateDtype
 
 
 class Stepper(ABC):
-    """Makes a user's `optimizer.step` step the shards of an engine. A subclass steps slices, another whole tensors."""
+    """Makes a user's `optimizer.step` step the shards of an engine. Subclasses step slices or whole tensors."""
 
     def __init__(self, optimizer: Optimizer, around: AroundStep) -> None:
         for name in HOOKS:  # a wrapper may not have called Optimizer.__init__
@@ -59,14 +60,14 @@ class Stepper(ABC):
         self._around = around
 
     def _patch(self) -> None:
-        """Replace the optimizer's `step`, once a subclass knows that it can step the optimizer."""
+        """Replace the optimizer's `step`. A subclass calls this when it has checked that it can step the optimizer."""
         self._stepping = Stepping(self.optimizer, self.step)
 
     # -- the user's object ----------------------------------------------------------------------------------------
 
     def pause(self) -> Optimizer:
-        """Wait for the steps under way, and give the optimizer its own `step` back. Its state stays with the stepper,
-        until :meth:`resume` or :meth:`release`. Return the optimizer, which the stepper then refers to no more."""
+        """Wait for offloaded steps, and restore the optimizer's original `step`. The stepper keeps the state until
+        :meth:`resume` or :meth:`release`. Return the optimizer, to which the stepper no longer refers."""
         self._around.after_step.wait_for_steps()
         user = self.optimizer
         self._stepping.undo()
@@ -82,7 +83,7 @@ class Stepper(ABC):
         return user
 
     def resume(self, optimizer: Optimizer) -> None:
-        """Step `optimizer` again, which :meth:`pause` has returned, from the state that it had."""
+        """Step `optimizer`, a result of :meth:`pause`, again from now on, with the state that it had before."""
         if isinstance(state := self.optimizer.state, StateBySlice):
             optimizer.state = state
         else:
@@ -92,7 +93,7 @@ class Stepper(ABC):
         self._patch()
 
     def release(self) -> None:
-        """Give the optimizer its own `step` back, and drop its state, once the steps under way have ended."""
+        """Wait for offloaded steps, restore the optimizer's original `step`, and drop its state."""
         if "_stepping" in vars(self):
             self.pause()
         self._drop_state()
@@ -100,19 +101,20 @@ class Stepper(ABC):
 
     @abstractmethod
     def _follow(self, optimizer: Optimizer) -> None:
-        """Keep state in the `state` of this optimizer from now on."""
+        """Keep the optimizer state in `optimizer.state` from now on."""
 
     @abstractmethod
     def _drop_state(self) -> None:
-        """Free the memory of all state, on its tier."""
+        """Free the memory or file space of all optimizer state."""
 
     def places(self) -> list[list[Place]]:
-        """Return bucket and `ParamInfo` of each parameter, by param group. Raises ConfigError if one is not sharded."""
+        """Return the place (bucket and `ParamInfo`) of each parameter, one list per param group. Raises ConfigError if
+        a parameter is not sharded by this engine."""
         known, place_of = self._around.places, self._around.place_of
         return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def settings(self) -> list[dict[str, object]]:
-        """Return the plain numbers in the param groups, which must be the same on all ranks."""
+        """Return the numbers among the settings of each param group, which must be the same on all ranks."""
         return [
             {
                 key: value
@@ -134,7 +136,8 @@ class Stepper(ABC):
         return result
 
     def _pop_states(self) -> dict[tuple[Bucket, int], State]:
-        """Remove the optimizer's state of whole parameters (from earlier steps or its constructor), and return it."""
+        """Remove the optimizer's state of whole parameters (from earlier steps or its constructor). Return the state of
+        each parameter that has any, by (bucket, slot)."""
         states = {
             (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
             for places in self.places()
@@ -144,8 +147,8 @@ class Stepper(ABC):
         return {key: state for key, state in states.items() if state}
 
     def _own_state(self, *, anew: bool = False) -> None:
-        """Notice from now on if the user clears or replaces the optimizer's state. With `anew`, start without state if
-        the user has done so since the last call."""
+        """Replace the `state` of an optimizer of torch by a :class:`StateBySlice`, which notices when users clear it.
+        `anew`: start without state if users have cleared or replaced the state since the last call."""
         state = self.optimizer.state
         owned = isinstance(state, StateBySlice) and not state.cleared
         # Not for optimizers of users' own classes, which may share the state object with an optimizer inside.
@@ -156,8 +159,8 @@ class Stepper(ABC):
                 self.load_param_states({})
 
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Run the closure on the user's param groups, then step the shards, with the user's step hooks around both.
-        Return the closure's result. Collective."""
+        """Run the closure on the user's param groups, then step the shards. The user's step hooks run before and after
+        both. Return the closure's result. Collective."""
         # Around the whole step, as in torch: hooks find the user's parameters, gradients and, after it, new values.
         run: Callable[..., object] = self._step_all
         if self._around.passes.look is None:
@@ -186,7 +189,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def _step(self, used: set[int]) -> set[Bucket]:
-        """Step the parameters whose ids are in `used`. Return the buckets that change on any rank."""
+        """Step the parameters whose ids are in `used`. Return the buckets that any rank steps."""
 
     # -- restage --------------------------------------------------------------------------------------------------
 
@@ -200,30 +203,33 @@ class Stepper(ABC):
 
     @abstractmethod
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        """Cut this rank's optimizer state out of whole `states`, after a restage gave `bucket` a new storage."""
+        """Load this rank's part of whole tensors `states`, after a restage gave `bucket` a new storage."""
 
     # -- state ----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
-        """Yield this rank's state tensors of a bucket, except those kept once for a parameter (step counts)."""
+        """Yield this rank's element-wise state tensors of a bucket, without values such as step counts."""
 
     @abstractmethod
     def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, State]:
-        """Return the optimizer state that this rank saves, by slot. A `Leaf` stands for each tensor of :meth:`parts`.
-        Values that a parameter has once (a step count) are saved by the rank with its first element. The state of empty
-        parameters is saved by every rank that has it. With `once` only the first rank saves it."""
+        """Return the optimizer state that this rank saves, by slot, with a `Leaf` in place of each tensor of
+        :meth:`parts`. A value that a parameter has once (a step count) is saved by the rank with the parameter's first
+        element. The state of an empty parameter is saved by each rank that has it or, with `once`, by the first rank
+        only."""
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
-        """Yield (slot, state name, start in the parameter, slice) of state that this rank saves. Opens no storage."""
+        """Yield (slot, state name, first element in the parameter, slice) for each part of state tensors that this rank
+        saves. Does not open storages."""
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
         """Gather the state tensors of the leaves in `slots`. Yield (slot, leaf, whole tensor). Collective."""
 
     def check_state(self, place: Place, state: Saved, what: str) -> None:
-        """Raise ConfigError if a shape in `state` does not fit the parameter. `what` is where `state` is from."""
+        """Raise ConfigError if a shape in `state` does not fit the parameter at `place`. `what`: the source of
+        `state`."""
         for name, value in leaves_of(state):
             expected = self._shape_of_state(place, name)
             if expected is not None and value.shape != expected:
@@ -238,11 +244,11 @@ class Stepper(ABC):
 
     @abstractmethod
     def _shape_of_state(self, place: Place, name: str) -> Sequence[int] | None:
-        """Return the shape that a parameter's state at path `name` must have, or None if it is not known."""
+        """Return the shape that the state tensor `name` of a parameter must have; None if the shape is not known."""
 
     @abstractmethod
     def has_stepped(self, bucket: Bucket) -> bool:
-        """Return whether the optimizer has stepped any of the bucket's parameters. The same on all ranks."""
+        """Return whether the optimizer has stepped any of the bucket's parameters. The result is equal on all ranks."""
 
     @abstractmethod
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
@@ -252,27 +258,27 @@ class Stepper(ABC):
 
     @abstractmethod
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        """Yield the bytes of each state tensor that this rank has for `bucket`: none before the first step."""
+        """Yield the bytes of each state tensor that this rank has for `bucket`; none before the first step."""
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
-        """Return the bytes that optimizer state will take on this rank's `tier`, as far as known before any step."""
+        """Return the bytes that this rank's optimizer state will take on `tier`, as known before the first step."""
 
     def states_per_element(self) -> int:
-        """Return the number of state tensors as large as the masters, or 0 where the optimizer's class is unknown."""
+        """Return the number of state tensors as large as the masters; 0 if the optimizer's class is unknown."""
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Return this rank's bytes of state of parameters that are stepped whole, under `plan` (None: the present)."""
+        """Return the bytes of this rank's state of parameters that are stepped whole, under `plan` (None: present)."""
         return 0
 
     def step_peak(self) -> int:
-        """Return the most bytes that a step takes on the device for a time, beside this rank's shards."""
+        """Return the most bytes of temporary device memory that a step needs beside this rank's shards."""
         return 0
 
 
 class ShardedOptimizer(Stepper):
-    """Steps this rank's slices of parameters. During a step, param groups list flat slices (runs), not parameters."""
+    """Steps this rank's slices of parameters. During a step, param groups list flat slices (runs) of masters."""
 
     def __init__(
         self,
@@ -430,7 +436,8 @@ class ShardedOptimizer(Stepper):
 
     @contextlib.contextmanager
     def _open(self, buckets: Sequence[Bucket]) -> Iterator[None]:
-        """Open the buckets' storages for a step in this thread. At the end update the compute parameters."""
+        """Context manager that opens the storages of `buckets` for a step in this thread. On exit move new optimizer
+        state to its tier and update the compute parameters."""
         with contextlib.ExitStack() as stack:
             for bucket in buckets:
                 stack.enter_context(opened(bucket.storage, changed=True))
@@ -441,7 +448,7 @@ class ShardedOptimizer(Stepper):
                 bucket.copy_master_to_params()
 
     def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
-        """Make a job that steps one bucket with the present hyperparameters and gradient."""
+        """Return a job that steps one bucket with its present gradient and the present hyperparameters."""
         # Take the gradient and a shadow of the optimizer now. Before the worker steps this bucket, a scheduler may
         # change the learning rate and `zero_grad` may clear the gradient; and the worker changes param groups.
         shadow = shadow_of(self.optimizer)
@@ -466,9 +473,9 @@ class ShardedOptimizer(Stepper):
         used: set[int],
         claimed: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> Iterator[None]:
-        """Inside the `with`, param groups list the runs of `buckets` whose parameters got a gradient (ids in `used`).
-        Runs that need :meth:`_step_in_pieces` are not listed, but stepped before the body. `claimed`: the gradient of
-        the only bucket, in an offloaded step. None: each bucket's own."""
+        """Context manager in which param groups list the runs of `buckets` whose parameters got a gradient (ids in
+        `used`). Runs that need :meth:`_step_in_pieces` are not listed, but stepped before the body. `claimed`: gradient
+        and factor of the only bucket, in an offloaded step; None: use the gradient of each bucket."""
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
         stepped: list[FlatRun] = []
@@ -513,7 +520,8 @@ class ShardedOptimizer(Stepper):
     def _step_in_pieces(
         self, optimizer: Optimizer, runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]], memory: PieceMemory
     ) -> None:
-        """Step `runs` a chunk of elements at a time, as they need another dtype, low-bit state, or scaled gradients."""
+        """Step `runs` chunk by chunk. Used for steps with casts, stochastic rounding, bf16 state or scaled gradients.
+        `runs`: tuples (index of the param group, run, gradient, factor of the gradient)."""
         shadow = shadow_of(self.optimizer)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for index, run, grad, factor in runs:

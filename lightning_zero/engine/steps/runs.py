@@ -1,7 +1,7 @@
 """Runs: the flat slices of the masters that an optimizer steps, and their state.
 
-A run holds adjacent parts of parameters with one param group and step count. Runs are cut anew when groups or counts
-change; elements keep their state.
+A run holds adjacent parts of parameters that have the same param group and step count. Runs are cut again when groups
+or counts change; elements keep their state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class FlatRun(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Records what a bucket was cut into runs by: param group of each slot, stepped slots (None: all), and masters."""
+    """Records by what a bucket was cut into runs: the param group of each slot, the stepped slots (None: all), and the
+    tensor of masters."""
 
     groups: dict[int, int]
     active: set[int] | None
@@ -45,7 +46,8 @@ class Cut(NamedTuple):
 
 @dataclass(eq=False)
 class Runs:
-    """Holds one optimizer's runs in all buckets, and each parameter's step count. Cuts runs and moves their state."""
+    """Holds one optimizer's runs in all buckets and each parameter's step count. Cuts buckets into runs, and moves
+    optimizer state to new runs."""
 
     optimizer: Optimizer  # holds the state, keyed by the runs' tensors
     per_fragment: bool  # every fragment is a run of its own
@@ -59,10 +61,8 @@ class Runs:
         return [run for _, run in self.grouped(bucket)]
 
     def grouped(self, bucket: Bucket) -> Sequence[tuple[int, FlatRun]]:
-        """Return (param group, run) for each run of the bucket. Empty if this rank owns nothing of the bucket.
-
-        The group is ``LEFT`` for parameters that have left all param groups. Their state stays: they may come back.
-        """
+        """Return (index of the param group, run) for each run of the bucket; empty if this rank owns no element. The
+        index is ``LEFT`` for parameters that were removed from all param groups, whose state is kept."""
         return self._runs.get(bucket, [])
 
     def buckets(self) -> list[Bucket]:
@@ -72,7 +72,7 @@ class Runs:
         return self._steps[run.bucket, run.run.fragments[0].index]
 
     def attach_state(self, bucket: Bucket) -> None:
-        """Hand the bucket's state tensors to its open storage, which moves them to the tier of the masters."""
+        """Pass the bucket's state tensors to its open storage, which moves the tensors to the tier of the masters."""
         if not bucket.storage.keeps_state:
             return
         states = [
@@ -84,7 +84,7 @@ class Runs:
         bucket.storage.attach_state(self, states)
 
     def drop(self, bucket: Bucket) -> None:
-        """Drop the runs and state of a bucket, whose storage stays."""
+        """Drop the runs and the optimizer state of a bucket. The bucket keeps its storage."""
         self.forget(bucket)
         with opened(bucket.storage):
             bucket.storage.attach_state(self, [])
@@ -92,7 +92,8 @@ class Runs:
     # -- cutting --------------------------------------------------------------------------------------------------
 
     def advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
-        """Cut a bucket into runs for a step of slots `active`, and count that step. `groups`: param group by slot."""
+        """Cut a bucket into runs for a step of the slots `active`, and increment these slots' step counts. `groups`:
+        index of the param group by slot."""
         cut = self._cuts.get(bucket)
         # While these stay the same, step counts of two parameters stay equal or stay different, and so do the runs.
         if cut is None or cut[:2] != (groups, active) or cut.master is not bucket.storage.master:
@@ -101,7 +102,8 @@ class Runs:
             self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
 
     def cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
-        """Cut a bucket into runs by param group, step count and membership in `active`. New runs get the old state."""
+        """Cut a bucket into runs by param group, step count and membership in `active` (None: all slots). Copy existing
+        state to the new runs."""
         present, wanted = self._runs.get(bucket, []), self._wanted(bucket, groups, active)
         before, cut = self._cuts.get(bucket), Cut(groups, active, bucket.master)
         # Runs are tuples of integers: `==` finds changed cuts.
@@ -160,13 +162,13 @@ class Runs:
         return any((bucket, info.slot) in self._steps for info in bucket.params)
 
     def forget(self, bucket: Bucket) -> None:
-        """Drop the runs and the state of a bucket whose storage is gone."""
+        """Drop the runs and the optimizer state of a bucket whose storage has been replaced."""
         self._cuts.pop(bucket, None)
         for _, run in self._runs.pop(bucket, []):
             self.optimizer.state.pop(run.tensor, None)
 
     def reload(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
-        """Cut runs from a bucket's new owned range, and their state from whole tensors `states`. Keep step counts."""
+        """Cut a bucket's new owned range into runs, and fill their state from the whole tensors ``states``."""
         for _, run in self.grouped(bucket):
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
@@ -176,7 +178,7 @@ class Runs:
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
     def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, State]]:
-        """Yield each parameter's fragment on this rank, with its state. Element-wise tensors are :class:`FlatSlice`."""
+        """Yield (fragment, state) of each fragment on this rank, with element-wise state as :class:`FlatSlice`."""
         for run in self.runs_of(bucket):
             for fragment in run.run.fragments if self.optimizer.state.get(run.tensor) else ():
                 yield fragment, self._sliced(run, fragment.start - run.run.start, fragment.numel)
@@ -197,9 +199,7 @@ class Runs:
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
         """Replace all optimizer state by this rank's part of `states`, which are whole tensors and plain values.
-
-        Existing tensors for the same elements are reused, so that two sets are never in memory.
-        """
+        Existing tensors for the same elements are reused, so that two sets are never in memory."""
         self._steps = {key: steps_in(state) for key, state in states.items()}
         for bucket, groups in groups_of.items():
             if not bucket.plan.trainable and any((bucket, slot) in states for slot in groups):
@@ -223,7 +223,7 @@ class Runs:
             )
 
     def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State] | None) -> None:
-        """Fill the bucket's runs. ``held``: state to reuse; None: ``states`` are the optimizer's own, in its dtypes."""
+        """Fill the bucket's runs. ``held``: state tensors to reuse; None: ``states`` have the optimizer's dtypes."""
         with opened(bucket.storage, changed=True):
             for run in self.runs_of(bucket):
                 self._fill_state(run, states, None if held is None else held.pop(run.tensor, {}))
@@ -264,7 +264,8 @@ class Runs:
 
 
 def _beside(value: object, source: Tensor, target: Tensor) -> object:
-    """Return a copy of a state value that is not per element (a step count), on `target`'s device if on `source`'s."""
+    """Return a copy of a state value that is not element-wise (a step count). A tensor on the device of `source` is
+    copied to the device of `target`."""
     if not isinstance(value, Tensor):
         return value
     moves = value.device == source.device != target.device
@@ -278,6 +279,6 @@ def _zeros(like: Tensor, dtype: torch.dtype, held: object) -> Tensor:
 
 
 def steps_in(state: Saved) -> int:
-    """Return the step count in a parameter's state. If there is none (SGD): 1 with any state, 0 without."""
+    """Return the step count in a parameter's state. Without a count (SGD) return 1 if there is any state, else 0."""
     step = state.get("step", 1 if state else 0)
     return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

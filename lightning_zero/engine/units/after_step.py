@@ -1,4 +1,4 @@
-"""Run offloaded steps in a thread, and issue the param syncs that follow steps.
+"""Run offloaded steps in a thread, and issue the gathers that follow steps (param syncs).
 
 ::
 
@@ -7,13 +7,14 @@
     gather :                [AG 0]  [AG 1]  [AG 2]
 
 `step()` captures hyperparameters and gradients, and returns. A bucket's next gather waits for that bucket's step only.
-The next backward, and everything that reads values, waits for all steps.
+The next backward, and every read of masters or gradients, waits for all steps.
 
 A *param sync* all-gathers a bucket whose compute parameters are replicated and whose masters are not (stages 1 and 2,
-and offload). All ranks issue param syncs in the order of units, each after its bucket's step. A sync writes to the
-memory of views that users keep (`weight.detach()`), and nothing reports their reads. So `step()` waits for such syncs.
+and offload). All ranks issue param syncs in the order of units, each after its bucket's step. A sync writes to memory
+that views kept by users (`weight.detach()`) share. The engine cannot notice reads of such views, so `step()` waits for
+syncs of viewed buckets.
 
-See [Note: masters during an offloaded step]: who may touch a bucket between its submission and the end of the wait.
+See [Note: masters during an offloaded step]: which thread may use a bucket during its offloaded step.
 See [Note: one order of collectives]: param syncs are issued in the order of units.
 """
 
@@ -38,7 +39,7 @@ from lightning_zero.ranks.waits import goes_on_in_waits
 
 
 class StepJob(NamedTuple):
-    """The offloaded step of one bucket. `run` does the arithmetic while the bucket's storage is open."""
+    """The offloaded step of one bucket. `run()` steps the bucket; call it while the bucket's storage is open."""
 
     bucket: Bucket
     run: Callable[[], None]
@@ -47,8 +48,9 @@ class StepJob(NamedTuple):
 
 
 def threads_of_steps(cores: int, *, beside_device: bool) -> int:
-    """Return the number of threads for a rank's steps: its `cores`, less one for transfers if they are more than 2.
-    `beside_device`: less three if they are more than 6, as the main thread, autograd's and NCCL's are busy too."""
+    """Return the number of threads for a rank's offloaded steps: `cores`, minus 1 for transfers if there are more than
+    2 cores; if `beside_device` (training on a GPU), minus 3 if there are more than 6, for the main thread and the
+    threads of autograd and NCCL."""
     return cores - (3 if beside_device and cores > 6 else 1 if cores > 2 else 0)
 
 
@@ -65,7 +67,7 @@ class StepWorker:
         self._lock = threading.Lock()
 
     def submit(self, jobs: Iterable[StepJob], event: Event) -> None:
-        """Queue `jobs`. A job's end completes its bucket's `awaited_step`. Jobs write to the GPU only after `event`."""
+        """Queue `jobs`, each of which completes its bucket's `awaited_step`. Jobs write to the GPU after `event`."""
         # Before the worker sees the jobs: when this returns, every gather of these buckets waits for its step.
         queued = [job._replace(future=job.bucket.awaited_step.announce(event)) for job in jobs]
         if not queued:
@@ -84,17 +86,15 @@ class StepWorker:
             self._fail(self._error)
 
     def _next_job(self, *, or_stop: bool = False) -> StepJob | None:
-        """Return the next job, or None if none is queued. The thread stops then, with `or_stop`."""
+        """Return the next job; None if no job is queued. `or_stop`: in that case note that the thread stops, so that
+        the next call of :meth:`submit` starts a thread."""
         with self._lock:
             self._running = bool(self._waiting) or not or_stop
             return self._waiting.pop(0) if self._waiting else None
 
     def _run(self) -> None:
-        """Run jobs until none is queued.
-
-        The bucket being read is stepped next, even if a job with a lower number arrives. So at most three buckets are
-        in memory: one being read, one being stepped, one being written.
-        """
+        """Run jobs until none is queued. The bucket being read is stepped next, even if a job with a lower number
+        arrives, so that at most three buckets are in memory: one being read, one being stepped, one being written."""
         current: StepJob | None = None
         following: StepJob | None = None
         done: MasterStorage | None = None
@@ -126,7 +126,7 @@ class StepWorker:
             raise
 
     def _fail(self, error: BaseException, *taken: StepJob | None) -> None:
-        """End with `error` all queued jobs, the jobs `taken` from the queue, and jobs that are submitted later."""
+        """Set `error` as the result of queued jobs, of jobs `taken` from the queue, and of jobs submitted later."""
         with self._lock:
             self._error = error if self._error is None else self._error
             left, self._waiting = self._waiting, []
@@ -137,7 +137,8 @@ class StepWorker:
                 job.future.set_exception(error)
 
     def wait(self) -> None:
-        """Wait for all jobs. After a failed step every wait raises its error, because masters are half stepped."""
+        """Wait for all jobs. If a step has failed, raise its error, now and in all later calls, because some masters
+        are stepped and others are not."""
         if self._last is not None:
             with recording.waiting("step", "offloaded steps", on_host=True):
                 self._last.result()
@@ -146,13 +147,13 @@ class StepWorker:
             raise self._error
 
     def close(self) -> None:
-        """Stop the thread after the jobs that are queued."""
+        """Stop the thread after the queued jobs."""
         # Waits in the main thread only: a thread cannot wait for its own end.
         self._pool.shutdown(wait=threading.current_thread() is threading.main_thread())
 
 
 class AfterStep:
-    """Runs one engine's offloaded steps on a rank's `cores`. Issues param syncs (gathers after steps)."""
+    """Runs one engine's offloaded steps on `cores` cores, and issues param syncs (gathers after steps)."""
 
     def __init__(self, units: Sequence[Unit], streams: Streams, cores: int) -> None:
         self._units = units
@@ -171,29 +172,31 @@ class AfterStep:
         return references(bucket.full.data) - len(bucket.params) * (bucket.shown is Shown.GATHERED)
 
     def count_references(self) -> None:
-        """Note who shares the memory of synced parameters. Called before users' code can keep views of it."""
+        """Count the references to the memory of buckets that have param syncs. Call this before users' code can keep
+        views of the memory: later, more references mean views."""
         self._references = {
             bucket: self._referring(bucket) for bucket in self._numbers if bucket.plan.gathers_after_step
         }
 
     def plans_changed(self) -> None:
-        """Count who shares the memory of parameters that are synced from now on, as :meth:`count_references` does."""
+        """Call :meth:`count_references` for buckets that have param syncs only under their new plans."""
         known = self._references
         self.count_references()
         self._references |= {bucket: n for bucket, n in known.items() if bucket in self._references}
         self._viewed &= self._references.keys()
 
     def step_begins(self) -> None:
-        """Note of which synced parameters users' code keeps views."""
+        """Before an optimizer step, find the buckets of whose memory users' code keeps views."""
         self._viewed = {bucket for bucket, known in self._references.items() if self._referring(bucket) > known}
 
     def step_ends(self) -> None:
-        """Count what the step itself keeps from now on."""
+        """After an optimizer step, count references again, because the step may keep some. Leave out buckets of which
+        users keep views."""
         for bucket in self._references.keys() - self._viewed:
             self._references[bucket] = self._referring(bucket)
 
     def use_cores(self, cores: int) -> None:
-        """Wait for the steps under way, then run later steps on `cores`."""
+        """Run later steps on `cores` cores, after a wait for queued steps if the number of threads changes."""
         if (threads := threads_of_steps(cores, beside_device=self._streams.are_there)) != self._threads:
             self.close()
             self._threads, self._worker = threads, None
@@ -204,7 +207,7 @@ class AfterStep:
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """Schedule param syncs of `changed` buckets, whose masters are new or will be after their steps. Collective."""
+        """Schedule param syncs of `changed` buckets, whose masters are new or will be after a step. Collective."""
         viewed = []
         for unit in self._units:
             if not (buckets := [b for b in unit.buckets if b in changed]):
@@ -233,11 +236,8 @@ class AfterStep:
             unit.unshard_wait()
 
     def sync_params(self, needed: Unit | None = None) -> None:
-        """Issue the pending param syncs whose steps have ended. Up to the unit `needed`, wait for the steps first.
-
-        All ranks issue them in the order of units, as gathers on one group require. How many of them one call issues
-        can differ between ranks.
-        """
+        """Issue the pending param syncs whose steps have ended. Up to and including the unit `needed`, wait for steps
+        and issue all syncs. All ranks issue syncs in the order of units; how many one call issues can differ."""
         if self.failed is not None:
             raise self.failed
         if not self._pending_syncs:
@@ -258,8 +258,9 @@ class AfterStep:
 
     @outside_autograd
     def go_on(self) -> bool:
-        """Issue param syncs whose steps have ended, during a wait for other ranks. Return whether any syncs are left;
-        False too if a step has failed, or this rank is issuing syncs already."""
+        """Issue the pending param syncs whose steps have ended. Called while this rank waits for other ranks. Return
+        whether syncs are left to issue in a later call; False also if a step has failed or this rank is issuing
+        syncs."""
         if self.failed is not None or self._issuing:
             return False
         # Do not raise a failed step's error here: each raise adds to its traceback, which then holds whoever waits.
@@ -294,7 +295,7 @@ class AfterStep:
             self.sync_params(self._pending_syncs[0][0])
 
     def wait_for_all(self) -> None:
-        """Wait for steps, param syncs and all other gathers. Called before masters are read or changed."""
+        """Wait for offloaded steps, param syncs and all other gathers. Called before masters are read or changed."""
         self.flush()
         for unit in self._units:
             unit.unshard_wait()

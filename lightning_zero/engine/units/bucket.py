@@ -1,4 +1,4 @@
-"""A bucket: parameters that share one flat buffer, and where its masters, gradient and compute parameters lie.
+"""A bucket: parameters that share one flat buffer, with the memory of their masters, gradient and compute parameters.
 
 ::
 
@@ -48,14 +48,15 @@ from lightning_zero.settings import StateDtype
 
 
 class AwaitedStep:
-    """Tracks a bucket's offloaded step. See [Note: masters during an offloaded step]."""
+    """Tracks whether a bucket's offloaded step has ended. See [Note: masters during an offloaded step]."""
 
     def __init__(self) -> None:
         self.event: Event = None
         self.future: Future[None] | None = None  # of the submitted step; on all ranks or on none
 
     def announce(self, event: Event) -> Future[None]:
-        """Note that a step is submitted. Return a future, which whoever runs the step completes."""
+        """Note that a step is submitted. Return a future that the step's thread must complete. `event`: the step writes
+        to the device after this event."""
         self.event = event
         self.future = Future()
         return self.future
@@ -69,7 +70,7 @@ class AwaitedStep:
         return self.future is not None and self.future.done() and self.future.exception() is not None
 
     def wait(self) -> None:
-        """Wait for the step, and raise its error if it failed."""
+        """Wait for the submitted step, if any. Raise the step's error if it has failed, in later calls too."""
         if self.future is not None:
             # The future of a failed step stays, so that later waits raise too: masters are half stepped.
             waits = not self.future.done()
@@ -96,12 +97,12 @@ class Dtypes(NamedTuple):
 
 
 class Shown(Enum):
-    """What the parameters of a bucket show.
+    """What values the parameters of a bucket have at present.
 
     ::
 
-        PLACEHOLDERS, GATHERED    take turns: show()
-        MASTERS, PLAIN            cover either: show_whole(), until hide_whole()
+        PLACEHOLDERS, GATHERED    set by show()
+        MASTERS, PLAIN            set by show_whole(), until hide_whole()
     """
 
     PLACEHOLDERS = "the values are on their way, or dropped"
@@ -120,7 +121,7 @@ class Bucket:
     """Holds parameters of one dtype in one flat buffer, with their masters, optimizer state and reduced gradient.
 
     Attributes:
-        full: compute_param [layout.numel] in compute_dtype. It has memory while the bucket is gathered.
+        full: compute_param [layout.numel] in compute_dtype, which has memory only while the bucket is gathered.
         owned_range: Elements whose master_param and optimizer state this rank holds.
     """
 
@@ -177,8 +178,8 @@ class Bucket:
 
     @property
     def own_shard_of_owned(self) -> slice:
-        """Return this rank's shard as a slice of the owned range, which is the bucket where masters are replicated. A
-        sum over the shards of all ranks counts each element once."""
+        """Return this rank's shard as a slice of its owned range. The shard is all of that range, or a part if masters
+        are replicated. The shards of all ranks have each element of the bucket once."""
         low, high = self.layout.shard_range(self.comm.shard.index)
         base = self.owned_range[0]
         return slice(low - base, high - base)
@@ -187,12 +188,12 @@ class Bucket:
 
     @property
     def grad(self) -> Tensor | None:
-        """Return the reduced gradient [owned numel] in grad_dtype, or None. Waits for its copy to host memory."""
+        """Return the reduced gradient [owned numel] in grad_dtype, or None. Waits for a copy to host memory."""
         return self.grad_store.value
 
     def grad_fragment(self, slot: int) -> GradFragment | None:
-        """Return the elements that this rank owns of the reduced gradient of the parameter at `slot`. None: it owns
-        none, or the bucket has no gradient."""
+        """Return the elements that this rank owns of the reduced gradient of the parameter at `slot`. Return None if
+        this rank owns no element of the parameter or the bucket has no gradient."""
         place, (low, high) = self.layout.slots[slot], self.owned_range
         first, last = max(low, place.start), min(high, place.start + place.numel)
         if first >= last or (grad := self.grad) is None:
@@ -201,19 +202,19 @@ class Bucket:
 
     @property
     def master(self) -> Tensor:
-        """Return master_param [owned numel]. Masters in files are readable only while the storage is open."""
+        """Return the masters [owned numel]. Masters in files are readable only while the storage is open."""
         return self.storage.master
 
     def share(self, values: Tensor) -> None:
-        """If the bucket stays gathered, fill the full buffer from all ranks' `values` [owned numel]. Collective."""
+        """Fill the full buffer from all ranks' `values` [owned numel], if the bucket does not reshard. Collective."""
         if not self.plan.reshards:
             self._own_part.copy_(values)
             if self.plan.shards_master:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
-        """Make the master storage, which can take over the memory of `values`, and both stores, from the masters
-        `values` [owned numel]."""
+        """Make the master storage, the gradient store and the parameter store from `values` [owned numel], the masters.
+        The storage may use the memory of `values`."""
         self.comm.streams.change()
         self._make_storage(values, taken=True)
         self._make_grad_store()
@@ -228,7 +229,7 @@ class Bucket:
             self.storage = ResidentStorage(self._own_part, is_exposed=True)
 
     def _make_param_store(self, values: Tensor) -> None:
-        """Make the store that the plan asks for, from the compute parameters `values` [owned numel], of any dtype."""
+        """Make the store named by `plan.params_rest`. `values` [owned numel]: this rank's parameters, in any dtype."""
         own, dtype, tiers = self._own_part, self.dtypes.compute, self._tiers
         match self.plan.params_rest:
             case ParamsRest.full_is_master:
@@ -278,14 +279,14 @@ class Bucket:
         grad: Tensor | None,
         keeps_grad: bool,
     ) -> None:
-        """Move the bucket to another `plan` of the same layout, without messages. Then call :meth:`show_at_rest`.
+        """Move the bucket to another `plan` of the same layout. Sends no message. Call :meth:`show_at_rest` next.
 
-        The old storage must be open. The caller frees it afterwards, and moves the optimizer state.
+        The old storage must be open. The caller frees the old storage afterwards, and moves the optimizer state.
 
         Args:
             values: Masters of the range that this rank owns under `plan`.
             keeps_storage, keeps_grad: Whether the present storage, and gradient store, stay in use under `plan`.
-            grad: Reduced gradient [owned numel] of the new range, or None.
+            grad: The reduced gradient of the range that this rank owns under `plan`, or None.
         """
         self._tiers = tiers
         if self.plan.reshards and not plan.reshards:
@@ -308,8 +309,9 @@ class Bucket:
             before.free()
 
     def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
-        """Point the parameters at values or placeholders, after :meth:`rest_as` with the same `values`. Collective.
-        With `came_whole`, the full buffer had all compute parameters before `rest_as` already, and needs no gather."""
+        """After :meth:`rest_as` with the same `values`, point the parameters at gathered values or placeholders.
+        Collective. `came_whole`: the full buffer already had all compute parameters before `rest_as`, so none are
+        gathered."""
         if not self.plan.reshards and not came_whole:
             self.share(values)
         self.show(gathered=not self.plan.reshards)
@@ -317,13 +319,13 @@ class Bucket:
             self.full.release()
 
     def copy_master_to_params(self) -> None:
-        """Update the compute parameters at rest from the masters, after a step. The storage must be open."""
+        """Update this rank's part of the compute parameters from changed masters. The storage must be open."""
         self.param_store.update(self.storage.master)
         if not self.plan.steps_on_host:  # copies of a step on the host have an event of their own, `_copied`
             self.comm.streams.change()
 
     def _send(self, target: Tensor) -> None:
-        """Cast the master into `target` [owned numel] on the device, after kernels that may still read `target`."""
+        """Copy the masters, with a cast, to `target` [owned numel] on the device, after kernels that read `target`."""
         if not self.plan.steps_on_host:
             self.storage.copy_to(target)
             return
@@ -341,7 +343,8 @@ class Bucket:
 
     @contextlib.contextmanager
     def _moves(self, lane: str, nbytes: int) -> Iterator[None]:
-        """Record the copy of `nbytes` between tiers that the body makes. Without streams record the host's wait too."""
+        """Context manager that records its body as a copy of `nbytes` between tiers on `lane`, and, without streams, as
+        a wait of the host."""
         recording.moved(lane, nbytes)
         waits = not self.comm.streams.are_there
         with recording.span(lane, self.label), recording.waiting("transfer", self.label) if waits else _AT_ONCE:
@@ -358,17 +361,17 @@ class Bucket:
 
     @contextlib.contextmanager
     def _transfers(self, *, into_free_memory: bool) -> Iterator[None]:
-        """Run the body on the host-to-device stream, after the copies of the last offloaded step. With
-        `into_free_memory` the body does not wait for the current stream."""
+        """Context manager that runs its body on the host-to-device stream, after the copies of the last offloaded step
+        and, unless `into_free_memory`, after all work queued on the current stream."""
         streams = self.comm.streams
         with streams.on_free_memory("h2d") if into_free_memory else streams.on("h2d"):
             streams.wait(self._copied)
             yield
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
-        """Write this rank's part of `value`, a whole parameter, to the masters and to the slice kept for the node.
-        `before` [owned numel] are the compute parameters before the write. Where `value` equals them, masters stay as
-        they are: compute parameters are rounded, and masters would lose precision."""
+        """Write this rank's elements of `value`, a whole parameter, to the masters and to the slice kept for the node.
+        `before` [owned numel]: this rank's compute parameters before the write. Masters do not change where `value`
+        equals `before`, because the rounded values of `before` would reduce their precision."""
         self.node_shard.write(info, self.layout.slots[info.slot].start, value)
         with opened(self.storage, changed=True) as master:
             for fragment in self.owned_fragments():
@@ -383,7 +386,8 @@ class Bucket:
                 master[own].copy_(torch.where(same, master[own], new.to(master.dtype)))
 
     def write(self, info: ParamInfo, value: Tensor) -> None:
-        """Write a whole parameter: this rank's part to the masters, and all to `full` if the bucket stays gathered."""
+        """Write `value`, a whole parameter: this rank's elements to the masters and, if the bucket stays gathered, all
+        elements to `full`."""
         self.write_master(info, value.detach())
         if not self.plan.reshards and not isinstance(value, StoredTensor):  # else the next gather brings the value
             assert info.gathered is not None
@@ -391,8 +395,8 @@ class Bucket:
         values_changed([info])
 
     def write_whole(self, full: Tensor, *, masters: bool = True) -> None:
-        """Write the masters `full` [layout.numel], the same on all ranks, to all that holds values of the bucket. Leave
-        out the storage of the `masters` if it has these values already."""
+        """Write `full` [layout.numel], masters that are the same on all ranks, to the master storage, the compute
+        parameters and the slice kept for the node. `masters`: False if the storage has these values already."""
         if masters:
             with opened(self.storage, changed=True) as master:
                 master.copy_(full[slice(*self.owned_range)])
@@ -406,8 +410,8 @@ class Bucket:
     # -- gathered values ------------------------------------------------------------------------------------------
 
     def gather_begin(self, *, of_node: bool = False) -> Pending:
-        """Issue the gather of compute parameters, with `of_node` from slices that this node's ranks kept. Collective.
-        On a device with streams, :func:`gather_together` is used instead for buckets that are gathered from there."""
+        """Issue the gather of compute parameters: from the shards or, with `of_node`, from slices that this node's
+        ranks keep. Collective. On a GPU, :func:`gather_together` gathers buckets whose shards are on the device."""
         if of_node:
             data, label = self.prepare_gather(of_node=True)
             return self.comm.all_gather(data, label, of_node=True)
@@ -426,7 +430,8 @@ class Bucket:
             return self.comm.all_gather(self.full.data, self.label)
 
     def prepare_gather(self, *, of_node: bool = False) -> tuple[Tensor, str]:
-        """Allocate the full buffer and fill this rank's slice, on the gather stream. Return the buffer and label."""
+        """Allocate the full buffer and fill this rank's slice, on the current (gather) stream. Return the buffer and
+        the label. `of_node`: fill from the slice kept for the node."""
         self.awaited_step.wait()
         self.full.allocate()
         if of_node:
@@ -449,8 +454,9 @@ class Bucket:
             return self.gathered([(0, master)], master.dtype, "values")
 
     def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
-        """Gather `own` values of all ranks into a new tensor [layout.numel] on the device. Blocks. Collective. `own`
-        has pairs (start in the owned range, values). Elements for which no rank has values are zero."""
+        """Gather values of all ranks into a new tensor [layout.numel] of `dtype` on the device. Blocks. Collective.
+        `own`: pairs (start in the owned range, values) of this rank. Elements for which no rank has values are zero.
+        `what`: the values, in words."""
         low, _ = self.owned_range
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
         for start, values in own:
@@ -460,8 +466,8 @@ class Bucket:
         return full
 
     def show(self, gathered: bool) -> None:
-        """Point the parameters at gathered values or placeholders. While they show whole masters, which alone have what
-        users have written, do this at the end, in :meth:`hide_whole`."""
+        """Point the parameters at gathered values or placeholders. While parameters show whole masters, which may have
+        users' writes, this happens only in :meth:`hide_whole`."""
         self._gathered = gathered
         if self.shown is Shown.MASTERS or self.shown is Shown.PLAIN:
             return
@@ -476,7 +482,7 @@ class Bucket:
         set_values(self.params, self._placeholders, "absent")
 
     def show_whole(self, shown: Shown, values: Iterable[Tensor]) -> None:
-        """Point the parameters at whole masters, one tensor of `values` each, until :meth:`hide_whole`."""
+        """Point each parameter at its tensor of `values`, until :meth:`hide_whole`. `shown`: MASTERS or PLAIN."""
         self._enter(shown)
         set_values(self.params, values, "plain" if shown is Shown.PLAIN else "present")
 
@@ -485,7 +491,8 @@ class Bucket:
         self.show(self._gathered)
 
     def _enter(self, shown: Shown) -> None:
-        """Raise versions when placeholders replace values, lower them when values return: [Note: version counters]."""
+        """Set `self.shown`. Increment the parameters' versions when placeholders replace values, and reset the versions
+        when values return. See [Note: version counters]."""
         before, self.shown = self.shown, shown
         # Raising twice would leave another version than the graph has saved.
         if shown is Shown.PLACEHOLDERS and before is not shown:
@@ -495,7 +502,7 @@ class Bucket:
 
     @property
     def rounds(self) -> bool:
-        """Return whether the parameters stay gathered, in fewer bits than their masters have."""
+        """Return whether the parameters stay gathered between uses, in another dtype than their masters."""
         return not self.plan.reshards and self.dtypes.compute != self.dtypes.master
 
     def hide_rounded(self, hides: bool) -> None:
@@ -504,8 +511,8 @@ class Bucket:
 
 
 def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
-    """Issue the gathers of several buckets as one message. Collective. The device must have streams. All `buckets` have
-    one communicator, and all reshard or none does. `of_node`: gather the slices kept for the node."""
+    """Issue the gathers of several buckets as one message, on a device with streams. Collective. `buckets` must have
+    one communicator, and all or none must reshard. `of_node`: gather the slices kept for the node."""
     comm = buckets[0].comm
     # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,
     # and run beside compute. Other buckets' values are in use until the current stream has replaced this rank's slice.
@@ -516,8 +523,8 @@ def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pend
 
 
 def joined(comm: Communicator, info: ParamInfo, part: Tensor) -> Tensor:
-    """Return the whole tensor of which ``part`` is this rank's: ``part``, unless the parameter is split. Collective if
-    it is. ``comm``: the engine's."""
+    """Return the whole tensor of a parameter of which this rank has ``part``: ``part`` itself, unless tensor or expert
+    parallelism splits the parameter; then collective. ``comm``: the engine's communicator."""
     split = info.split
     if split is None:
         return part
@@ -533,7 +540,7 @@ class Place(NamedTuple):
 
     @property
     def slices(self) -> list[int]:
-        """Return how many of the parameter's elements each rank's shard has, for ranks with any. [0]: none has any."""
+        """Return the numbers of the parameter's elements in the shards that have any; [0] if the parameter is empty."""
         layout = self.bucket.layout
         parts = (part for rank in range(layout.world_size) for part in layout.fragments(rank))
         return [part.numel for part in parts if part.index == self.info.slot] or [0]

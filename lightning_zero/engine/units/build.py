@@ -1,7 +1,7 @@
 """Build the units of a module from their descriptions, and fill their buckets with rank 0's values.
 
 Tensors on meta get memory and first values unit by unit; parameters stay the same objects. Buffers (running statistics)
-get rank 0's values at the start and before steps, as under DDP. In between they can differ between ranks.
+get rank 0's values at the start and before steps, as under DDP. Between steps buffers can differ between ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from lightning_zero.settings import ConfigError, Precision, ZeroConfig
 def materialise(
     module: nn.Module, unit: str, units: Collection[str], device: torch.device, sources: Mapping[str, Tensor]
 ) -> None:
-    """Give the meta parameters and buffers of a unit memory and first values. Tied parameters stay tied.
-
+    """Allocate a unit's parameters and buffers that are on the meta device, and set first values. Keeps ties.
     Parameters in `sources` (first values by name) stay on meta, because each rank reads only its part of them. If the
-    engine's own `device` is meta (simulated scale), nothing changes.
-    """
+    engine's own `device` is meta (simulated scale), nothing changes."""
     if device.type == "meta":
         return
     sourced = {id(p) for fqn, p in module.named_parameters(remove_duplicate=False) if fqn in sources}
@@ -64,7 +62,8 @@ def materialise(
 
 
 def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str, Tensor], device: torch.device) -> None:
-    """Allocate the `lacking` tensors of `inner`, then call its reset method. Raise ConfigError if it has none."""
+    """Allocate the tensors `lacking` of the module `inner` on `device`, then call the module's `reset_parameters` or a
+    known equivalent. Raises ConfigError if there is none."""
     reset = resetter(module, name, inner)
     if reset is None:
         key = next(iter(lacking))
@@ -91,7 +90,7 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
 
 
 def move_param(param: nn.Parameter, value: Tensor) -> None:
-    """Give `param` the memory of `value` on another device. The object `param`, its class and its hooks stay."""
+    """Give `param` the memory of `value`, on another device. The parameter stays the same object, with its hooks."""
     if torch._has_compatible_shallow_copy_type(param, value):
         grad, param.grad = param.grad, None
         param.data = value
@@ -108,7 +107,7 @@ def move_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def _own_modules(module: nn.Module, unit: str, units: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) for each module of `unit`, except those that belong to units nested in it."""
+    """Yield (name, module) for each module inside `unit` (a name), without modules inside units nested in `unit`."""
     for name, inner in module.named_modules():
         parts = name.split(".") if name else []
         prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
@@ -126,8 +125,8 @@ def kinds_of(buffers: Iterable[tuple[str, Tensor]]) -> list[tuple[str, tuple[int
 
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
-    """Move all buffers to the engine's device, with rank 0's values, and floating-point buffers to `dtype`, unless that
-    is None. Buffers whose shape or dtype differs between ranks keep each rank's values. Collective."""
+    """Move all buffers to the engine's device, cast floating-point buffers to `dtype` (None: no cast), and give all
+    ranks rank 0's values. A buffer whose shape or dtype differs between ranks keeps each rank's values. Collective."""
     moved: dict[int, Tensor] = {}
     table = comm.all_gather_objects(kinds_of(module.named_buffers()), "which buffers ranks have")
     everywhere = {name for name, *_ in set(table[0]).intersection(*table)}
@@ -157,12 +156,10 @@ def build_units(
     tiers: Tiers,
     sources: Mapping[str, Tensor],
 ) -> list[Unit]:
-    """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective.
-
-    `plans`: one of each bucket, in the order of `groups`. `sources`: first values by name, of which a rank reads its
-    own parts. Raises ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on
-    any rank.
-    """
+    """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective. `plans`:
+    one of each bucket, in the order of `groups`. `sources`: first values by name, of which a rank reads its own parts.
+    Raises ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on any
+    rank."""
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
     is_meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
@@ -194,7 +191,7 @@ def build_units(
 
 
 def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
-    """Fill the bucket with first values: those in `sources`, and rank 0's for all other parameters. Collective."""
+    """Fill the bucket with first values: those in `sources` (by name), else rank 0's values. Collective."""
     comm, dtype = bucket.comm, bucket.dtypes.master if bucket.plan.trainable else bucket.dtypes.compute
     found = {
         info.slot: info.part_of_saved(sources[fqn])

@@ -1,7 +1,7 @@
-"""Choose and make the tiers (host memory, files) of an engine, after a check that they have enough free bytes.
+"""Choose and make the tiers (host memory, files) of an engine, after a check that the tiers have enough free bytes.
 
-Ranks of one host share its memory and its disk. All ranks sum the needs of each host's ranks, compare the sums with
-what each host has, and so raise the same error.
+Ranks of one host share the host's memory and disk. All ranks sum the bytes that the ranks of each host need, compare
+the sums with the free bytes of each host, and so raise the same error.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def make_tiers(
     before: Tiers = _NONE,
     held_by: Sequence[Held] | None = None,
 ) -> tuple[Tiers, list[BucketPlan]]:
-    """Choose the tiers on which each unit's values rest, and make the tiers. Return the tiers and a plan for each
-    bucket. Collective.
+    """Choose the tiers that keep each unit's values between uses, and make the tiers. Return the tiers and a plan for
+    each bucket. Collective.
 
     Args:
         instances: file tier numbers in use.
@@ -130,11 +130,9 @@ def _files(
     needed: int,
     held: int,
 ) -> NvmeTier:
-    """Return the file tier ``before``, or a new one if ``before`` is None. Check that ``needed`` bytes fit beside the
-    ``held`` bytes that the tier has. Collective.
-
-    Raises ConfigError for an unusable folder, a full disk or a low budget.
-    """
+    """Return the file tier ``before``, or a new tier if ``before`` is None. Check that the tier can hold ``needed``
+    more bytes than the ``held`` bytes that it has. Collective. Raises ConfigError for an unusable folder, a full disk
+    or a low budget."""
     nvme = before
     if nvme is None:
         make = partial(
@@ -158,7 +156,7 @@ def _files(
 
 
 def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig) -> None:
-    """Raise ConfigError if host memory or files lack `needed(tier)` bytes for new optimizer state. Collective."""
+    """Raise ConfigError if a tier does not have `needed(tier)` free bytes for new optimizer state. Collective."""
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
     if tiers.nvme is not None:
@@ -197,11 +195,9 @@ DEVICE_MEMORY = _Kind(
 
 
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
-    """Check that all ranks' needs fit their `budget` or, where that is None, the free memory of their host. Collective.
-
-    This rank needs `needed` bytes more than the `held` bytes. The `staging` bytes are transfer buffers, which the
-    budget does not count. Raises ConfigError, the same on all ranks.
-    """
+    """Check that the memory that each rank needs fits its `budget` or, if that is None, the host's free memory.
+    Collective. This rank needs `needed` bytes more than the `held` bytes. The `staging` bytes are transfer buffers,
+    which the budget does not count. Raises ConfigError, the same on all ranks."""
     available = available_host_memory() - staging if budget is None else None
     check_free_memory(_MEMORY, comm, place_of(), needed, budget, held=held, available=available)
 
@@ -209,8 +205,8 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
-    """Check that `needed` more bytes fit the disk and the `budget`, as :func:`check_host_memory` does. `held`: bytes
-    that stay in this rank's files (None: all in them). Collective."""
+    """Raise ConfigError on all ranks if `needed` more bytes of any rank exceed its `budget` or the disk. `held`: bytes
+    that stay in this rank's files (None: all bytes that the files have). Collective."""
     place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     free, spare = nvme.free_nbytes, nvme.spare_nbytes
@@ -218,7 +214,8 @@ def check_files(
 
 
 def place_of(part: str = "", name: str = "") -> tuple[str, str]:
-    """Return (key, name) of a `part` of this host (a disk, a GPU; "": memory). Keys are unique over all hosts."""
+    """Return (key, name) of a resource of this host. `part`: identifies the resource (a disk, a GPU; "" for memory).
+    Keys are unique over all hosts; names are for messages."""
     return f"{machine()}, {part}", ", ".join(filter(None, (f"on host {socket.gethostname()}", name)))
 
 
@@ -233,11 +230,9 @@ def check_free_memory(
     available: int | None,
     spare: int = 0,
 ) -> None:
-    """Raise ConfigError on all ranks if the bytes that ranks need exceed a budget or the free bytes. Collective.
-
-    Ranks with equal `place` (see :func:`place_of`) share the `available` bytes. None: no limit. This rank needs
-    `needed` bytes more than it has (`held`). It can reuse `spare` bytes that it reserved earlier.
-    """
+    """Raise ConfigError on all ranks if the bytes that ranks need exceed a budget or the free bytes. Collective. Ranks
+    with equal `place` (see :func:`place_of`) share the `available` bytes. None: no limit. This rank needs `needed`
+    bytes more than it has (`held`). It can reuse `spare` bytes that it reserved earlier."""
     beyond = budget is not None and held + needed > budget
     own = (place, needed, held, beyond, available, min(spare, max(needed, 0)))
     table = comm.all_gather_objects(own, f"whether {kind.what} will do")
@@ -260,10 +255,8 @@ def check_free_memory(
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
-    """Return a byte budget for each tier, equal on all ranks. Collective.
-
-    Where the user sets none, it follows from the rank with the fewest free bytes; `held` bytes count as free.
-    """
+    """Return a byte budget for each tier, equal on all ranks. Collective. A budget that the user does not set is
+    computed from the rank with the fewest free bytes. `held`: bytes in use that count as free."""
     # Equal, because budgets decide which units rest on which tier: with other tiers a rank would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
     disk = shutil.disk_usage(path).free // on_disk if path else 0
@@ -287,8 +280,8 @@ def find_ranks(
     node: str,
     waits: Waits,
 ) -> Ranks:
-    """Find out which ranks share shards. `group` has all ranks of the engine, and is None for one rank. Collective.
-    Raises ConfigError if nodes do not fit `zero.hybrid_shard`."""
+    """Return which ranks share shards, and this rank's index in each group. `group` has all ranks of the engine (None:
+    one rank). Collective. Raises ConfigError if `zero.hybrid_shard` cannot divide these nodes."""
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
     names = [name for name, *_ in table]

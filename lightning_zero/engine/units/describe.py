@@ -1,6 +1,7 @@
 """Describe units before anything is sharded: which unit owns which parameter, and which parameters share a bucket.
 
-A description holds sizes and dtypes only. The memory plan reads it, and all ranks compare theirs.
+A description holds sizes and dtypes only. Plans of memory are made from a description, and all ranks check that their
+descriptions are equal.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class BucketGroup:
 
     @property
     def parts(self) -> int:
-        """Return among how many ranks tensor or expert parallelism splits the parameters; 1: it does not."""
+        """Return the number of ranks among which tensor or expert parallelism splits the parameters; 1: not split."""
         split = self.params[0].split
         return split.parts if split is not None else 1
 
@@ -79,9 +80,12 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
     patterns = config.precision.fp32_modules
-    if lost := [p for p in patterns if "." in p and not [*fp32_modules(module, [p])]]:
+    named = {name for name, _ in module.named_modules()}
+    if lost := [p for p in patterns if ("." in p or p in named) and not [*fp32_modules(module, [p])]]:
         key = "zero.precision.fp32_modules"
-        raise ConfigError(f"{key}: expected a module's name before a dot ('teacher.*'), got {lost[0]!r}. Change {key}.")
+        raise ConfigError(
+            f"{key}: expected a class, or a module's name before a dot ('teacher.*'), got {lost[0]!r}. Change {key}."
+        )
     of_modules = [[*m.parameters(recurse=False)] for m in fp32_modules(module, patterns)]
     fp32 = {id(p) for params in of_modules for p in params} | {id(p) for p in _parts_of_weights(module)}
     # Norms lie in one bucket of the root, replicated on the device: else each unit would send tiny messages for them.
@@ -148,7 +152,7 @@ def _refuse_aliases(module: nn.Module, names_of: Mapping[nn.Parameter, Sequence[
 
 
 def _span(tensor: Tensor) -> range:
-    """Return the range of elements of its storage that `tensor` uses, in bytes."""
+    """Return the range of bytes that `tensor` uses in its storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.element_size()
     return range(start, start + (last + 1) * tensor.element_size() * bool(tensor.numel()))
@@ -166,14 +170,14 @@ def refuse_scripted(module: nn.Module) -> None:
 
 
 def refuse_cuda_graphs(module: nn.Module, config: ZeroConfig) -> None:
-    """Raise ConfigError if CUDA graphs are compiled for parts of `module` whose parameters are gathered and dropped."""
+    """Raise ConfigError if a part of `module` is compiled with CUDA graphs and parameters are sharded (stage 3)."""
     for name, inner in module.named_modules():
         for value in (*vars(inner).values(), inner.forward):
             refuse_cuda_graph(value, name or type(inner).__name__, config)
 
 
 def refuse_cuda_graph(function: object, name: str, config: ZeroConfig) -> None:
-    """Raise ConfigError if `function` is compiled with CUDA graphs and parameters are gathered and dropped."""
+    """Raise ConfigError if `function`, of module `name`, is compiled with CUDA graphs at stage 3."""
     row = STAGES[config.stage.name]
     if row.compute_param is not Placement.sharded:
         return
@@ -193,23 +197,23 @@ def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield modules whose class, or name with a dot behind it, matches one of `patterns`. Under mixed precision their
-    parameters keep fp32."""
+    """Yield modules whose class name, or own name followed by a dot, matches one of `patterns`. Under mixed precision
+    parameters of these modules keep fp32."""
     for name, inner in module.named_modules():
         if any(fnmatch.fnmatchcase(type(inner).__name__, p) or fnmatch.fnmatchcase(f"{name}.", p) for p in patterns):
             yield inner
 
 
 def recomputes(block: nn.Module, config: ZeroConfig) -> bool:
-    """Return whether `config` recomputes the unit `block`. A split embedding or linear layer is not recomputed: the
-    hooks that make its DTensors are not called again, and such a layer has no activations inside."""
+    """Return whether the unit `block` is recomputed under `config`. An embedding or linear layer split by tensor
+    parallelism is not, because a recomputation would not call the hooks that make its DTensors."""
     is_split = any(split_of(param) is not None for param in block.parameters(recurse=False))
     return config.activation_checkpointing is not Recompute.none and not is_split
 
 
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield parameters from which weights are computed (spectral and weight norm, parametrizations). They keep fp32:
-    the computation is inexact in low precision, and fails with buffers of another dtype."""
+    """Yield parameters from which weights are computed (spectral and weight norm, parametrizations). Such parameters
+    keep fp32, because the computation is inexact in low precision and fails with buffers of another dtype."""
     for inner in module.modules():
         if isinstance(inner, ParametrizationList):
             yield from inner.parameters()
@@ -277,8 +281,8 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Check that all ranks have equal parameters in the same order. All ranks take rank 0's strides. Collective. Raises
-    ConfigError with the first difference, on all ranks. `group` is None for one rank."""
+    """Check that all ranks have equal parameters in the same order, and set strides to those of rank 0. Collective.
+    Raises ConfigError on all ranks with the first difference. `group`: all ranks of the engine (None: one rank)."""
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [(_describe(u, info), info.saved_strides) for u in units for bucket in u.buckets for info in bucket.params]
     if (table := gather_if_unequal(group, own, waits, "models")) is None:
@@ -296,7 +300,7 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
 
 
 def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Raise ConfigError unless `names`, the tensors with first values, are the same on all ranks. Collective."""
+    """Raise ConfigError unless `names`, of tensors that have first values, are the same on all ranks. Collective."""
     table: list[list[str]] | None = gather_if_unequal(group, sorted(names), waits, "names of first values")
     if table is None:
         return

@@ -1,14 +1,14 @@
-"""Hold a bucket's reduced gradient from a backward until it is cleared: on the device or in host memory.
+"""Hold a bucket's reduced gradient, on the device or in host memory, from a backward until gradients are cleared.
 
 ::
 
                first add of a step              further adds              scale_later (clipping)
-    GradStore  kept                             added                     the caller scales at once
+    GradStore  stored                           added                     returns False: the caller scales
     OnHost     norms taken, copied to host      copied in pieces,         scaled in pieces by the step,
                memory without a host wait       added by a thread         or at the next read
 
-Gradients are [owned numel] in grad_dtype. Only the main thread uses a store. The thread of an offloaded step reads only
-the gradient that the step has claimed.
+Gradients are [owned numel] in grad_dtype. Only the main thread uses a store. The thread of an offloaded step uses the
+result of :meth:`GradStore.claim`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ Factor = tuple[Tensor, Event]
 
 
 class Claimed(NamedTuple):
-    """Holds a gradient that an offloaded step has claimed, maybe still on its way to the host. The step only reads the
-    gradient."""
+    """A gradient for an offloaded step, which only reads it. The gradient may still be on its way to the host."""
 
     streams: Streams
     grad: Tensor | None
@@ -42,7 +41,7 @@ class Claimed(NamedTuple):
     factor: Factor | None
 
     def arrived(self) -> tuple[Tensor | None, Tensor | None]:
-        """Wait for the gradient. Return it (None: there is none), and the factor to multiply it by (None: 1)."""
+        """Wait for the gradient. Return the gradient (None: there is none) and its factor (None: 1)."""
         _wait(self.streams, self.arrival)
         factor, event = self.factor or (None, None)
         _wait(self.streams, event)
@@ -50,9 +49,9 @@ class Claimed(NamedTuple):
 
 
 class GradStore:
-    """Holds a reduced gradient on the device; the subclass :class:`OnHost` in host memory. ``value`` is the gradient,
-    or None. A read of ``value`` waits for a copy to the host, if one is under way. ``memory`` is the tensor that the
-    store has allocated, which :class:`OnHost` keeps while there is no gradient."""
+    """Holds a reduced gradient on the device; the subclass :class:`OnHost` in host memory. ``value``: the gradient, or
+    None; a read waits for the end of a copy to the host. ``memory``: the tensor that the store has allocated, which
+    :class:`OnHost` keeps also while there is no gradient."""
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
         self._dtype, self._streams = dtype, streams
@@ -68,7 +67,7 @@ class GradStore:
         return self.value
 
     def add(self, reduced: Tensor) -> None:
-        """Store `reduced`, a gradient in any dtype on the device, or add it to the gradient that the store has."""
+        """Store the gradient `reduced` (on the device, in any dtype), or add `reduced` to the stored gradient."""
         if self.value is None:
             # A transport may return a view of its receive buffer, which would keep the whole bucket's memory.
             own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
@@ -82,7 +81,7 @@ class GradStore:
         self.value = None
 
     def free(self) -> None:
-        """Free the gradient and the host memory reserved for it. The store cannot be used after that."""
+        """Free the gradient and host memory reserved for gradients. The store cannot be used afterwards."""
         self.clear()
 
     def claim(self) -> Claimed:
@@ -98,13 +97,14 @@ class GradStore:
         return None
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
-        """Return True if the store will multiply the gradient by `factor()` at its next use. False: the caller must."""
+        """Return True if the store will multiply the gradient by `factor()` at the gradient's next use; False if the
+        caller must multiply now."""
         return False
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Holds norms and finite check of a gradient from before its copy to the host. Void once the gradient changes."""
+    """Norms and finite check of a gradient, computed before its copy to the host. Valid until the gradient changes."""
 
     version: int = -1  # of the gradient's memory
     norms: dict[float, Tensor] = field(default_factory=dict)
@@ -112,9 +112,9 @@ class _Seen:
 
 
 class OnHost(GradStore):
-    """Holds the gradient in host memory, pinned for a GPU, of exactly the gradient's size. Norms and finite checks that
-    callers have asked for on earlier gradients are computed on the device before the copy. On the host each would take
-    another pass over memory after the backward."""
+    """Holds the gradient in host memory, pinned for a GPU. Norms and finite checks that callers have requested for
+    earlier gradients are computed on the device before the copy to the host, where each would take another pass over
+    memory."""
 
     is_there = False  # type: ignore[assignment]
 

@@ -1,15 +1,15 @@
 """Storages for the masters and the optimizer state of a bucket: on the device, in host memory or in files.
 
-A storage's tensors stay the same objects for ever, so runs, state and views need not know where the values rest. On the
-device and the host the tensors are always readable. In files they have memory only while the storage is open; `open`
-and `close` nest.
+A storage's tensors stay the same objects, so code that holds them does not depend on the tier. On the device and the
+host the tensors are always readable. Tensors in files have memory only while the storage is open; calls of `open` and
+`close` can be nested.
 
 [Note: masters during an offloaded step]
-From `AwaitedStep.announce` until `AwaitedStep.wait` returns, only the step's thread may touch a bucket's masters,
+From `AwaitedStep.announce` until `AwaitedStep.wait` returns, only the step's thread may use a bucket's masters,
 optimizer state, shard and claimed gradient; at other times only the main thread may. So gathers, reads of masters and
-changes of gradients wait for that step first. On a GPU the step writes to the device only after the event with which it
-was submitted. The step's thread also waits for the write to files that follows, so a :class:`FileStorage` locks its
-methods.
+changes of gradients first wait for the step. On a GPU the step writes to the device only after the event with which the
+step was submitted. The step's thread also waits for the write to files after the step, so a :class:`FileStorage` locks
+its methods.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Tiers:
     pid: int = field(default_factory=os.getpid)
 
     def close(self, *, but: Tiers | None = None) -> None:
-        """Close the tiers and helpers, except those that `but` uses too. It can be called twice."""
+        """Close the tiers and helpers, except those that `but` uses too. Can be called several times."""
         if os.getpid() != self.pid:  # a forked child would remove its parent's files and locks
             return
         kept = () if but is None else but._parts()
@@ -64,7 +64,7 @@ class Tiers:
         return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # first the parts that use others
 
     def set_budgets(self, host: int | None, nvme: int | None) -> None:
-        """Limit this rank's bytes in host memory and in files. None: only what is available limits them."""
+        """Limit this rank's bytes in host memory and in files. None: no limit but the available bytes."""
         if self.host is not None:
             self.host.budget = host
         if self.nvme is not None:
@@ -72,8 +72,8 @@ class Tiers:
 
 
 class MasterStorage:
-    """Holds a bucket's masters [owned numel] and optimizer state on a tier. `master` is readable while it is open.
-    `changes` becomes another object whenever the masters may have changed, so that comparing it shows a change."""
+    """Holds a bucket's masters [owned numel] and optimizer state on a tier. `master`: the masters, readable while the
+    storage is open. `changes`: replaced by another object whenever the masters may have changed."""
 
     keeps_state = False  # `attach_state` moves state to the tier
 
@@ -83,42 +83,44 @@ class MasterStorage:
         self._lent: list[Future[None]] = []
 
     def begin_open(self) -> None:
-        """Start to read the tensors from files, if they rest there, for a later `open`. Does not wait."""
+        """If the tensors are in files, start to read the files for a later `open`. Does not wait."""
 
     def open(self, *, to_write: bool = False) -> None:
-        """Have the tensors in memory until the matching `close`. With `to_write`, first wait until all reads end."""
+        """Make the tensors readable until the matching `close`. `to_write`: the caller will change tensors, so wait
+        until other threads and streams have read them."""
         raise NotImplementedError
 
     def copy_to(self, target: Tensor) -> None:
-        """Copy the master into `target` [owned numel], of any dtype, on the device. Works on a closed storage too."""
+        """Copy the masters to `target` [owned numel], of any dtype, on the device. The storage may be closed."""
         copy_cast(self.master, target)
 
     def read_until(self, event: Event) -> None:
-        """Note that a stream reads the master until `event`, so that later writes wait. None: no stream reads."""
+        """Note that a stream reads the masters until `event`, for which later writes wait. None: no stream reads."""
 
     def lend(self, reading: Future[None]) -> None:
-        """Note that another thread reads the tensors until `reading` is done. Writing and freeing them wait for it."""
+        """Note that another thread reads the tensors until the future `reading` is done. Later writes, and freeing the
+        tensors, wait for this future."""
         self._lent.append(reading)
 
     def close(self, *, changed: bool) -> None:
-        """End one `open`. Pass `changed` if tensors have changed. The last `close` then starts to write files."""
+        """Close the storage after one `open`. `changed`: the caller has changed tensors. After a change, the `close` of
+        the outermost `open` starts to write the files."""
 
     def wait_for_rest(self) -> None:
-        """If the closed storage is being written to its files, wait for the end and free the tensors' memory."""
+        """Wait until the closed storage's files are written, and free its memory. Does nothing without files."""
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move `states`, the optimizer state of `owner` (a :class:`Runs`), to this tier. The storage must be open.
-
-        Earlier states of `owner` not among them are dropped. Each optimizer that steps the master has its own `owner`.
-        """
+        """Move `states`, the optimizer state of `owner` (the :class:`Runs` of one optimizer), to this tier. Drop
+        earlier states of `owner` that are not in `states`. The storage must be open."""
 
     def free(self) -> None:
-        """Free the storage's memory or file space. The master is not readable after that."""
+        """Free the storage's memory or file space. The storage cannot be used afterwards."""
 
 
 @contextlib.contextmanager
 def opened(storage: MasterStorage, *, changed: bool = False) -> Iterator[Tensor]:
-    """Open `storage` and yield its master. `changed`: the body writes to it. At the end wait for the write to files."""
+    """Context manager that opens `storage`; the `as` target is the masters. `changed`: the body writes to tensors of
+    the storage. On exit close the storage, and wait until its files are written."""
     storage.open(to_write=changed)
     try:
         yield storage.master
@@ -128,10 +130,10 @@ def opened(storage: MasterStorage, *, changed: bool = False) -> Iterator[Tensor]
 
 
 class ResidentStorage(MasterStorage):
-    """A storage in device memory, always readable. Optimizer state stays where the optimizer has made it."""
+    """A storage in device memory, always readable. Optimizer state stays in the memory that the optimizer allocated."""
 
     def __init__(self, master: Tensor, *, is_exposed: bool = False) -> None:
-        """With `is_exposed`, parameters are views of the master, which users' code may change without `open`."""
+        """`is_exposed`: parameters are views of `master`, so that users' code may change masters without `open`."""
         super().__init__(master)
         self.is_exposed = is_exposed
 
@@ -146,7 +148,7 @@ class ResidentStorage(MasterStorage):
 
 
 class HostStorage(ResidentStorage):
-    """A storage in the host tier's memory, always readable. On CPU too its master is a copy of the given values."""
+    """A storage in the host tier's memory, always readable. Its masters are a copy of `values`, on CPU too."""
 
     keeps_state = True
 
@@ -170,7 +172,7 @@ class HostStorage(ResidentStorage):
         self._reads = event
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move the new ones of `states` into the host tier's memory. All states stay the same tensor objects."""
+        """Move those tensors of `states` that are new to the host tier's memory. They stay the same tensor objects."""
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
@@ -224,7 +226,7 @@ def _by_one_thread(method: _Method) -> _Method:
 
 
 class FileStorage(MasterStorage):
-    """A storage in files. Its tensors have memory only while it is being read, is open, or is being written."""
+    """A storage in files. Its tensors have memory only while being read, while open, and while being written."""
 
     keeps_state = True
 
@@ -332,7 +334,8 @@ class FileStorage(MasterStorage):
             self._place(wanted)
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
-        """Give each tensor an extent (a range in the files). Reuse this storage's extents of the right size."""
+        """Assign an extent (a range in the files) to each tensor. Reuse extents of this storage that have the same size
+        and dtype, and free other ones."""
         spare = list(self._extents)
         self._extents, self._tensors = [], list(tensors)
         for tensor in self._tensors:
@@ -358,8 +361,8 @@ class FileStorage(MasterStorage):
 def make_storage(
     tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype, *, taken: bool = False
 ) -> MasterStorage:
-    """Make a storage of masters on `tier` from `values` [owned numel], in `dtype`. With `taken` a storage on the device
-    uses the memory of `values` if they have this dtype."""
+    """Return a storage on `tier` with the masters `values` [owned numel], in `dtype`. `taken`: a storage on the device
+    may use the memory of `values` if the dtype is the same."""
     if tier is Tier.host:
         assert tiers.host is not None
         return HostStorage(tiers.host, label, values, dtype)
@@ -370,9 +373,8 @@ def make_storage(
 
 
 def copy_cast(source: Tensor, target: Tensor) -> None:
-    """Copy `source` to `target`, with a cast if dtypes differ. Casts between devices go chunk by chunk, to save memory.
-    Casts run on the device. The host waits for the end of a copy to host memory, because later readers and writers of
-    that memory do not."""
+    """Copy `source` to `target`, with a cast if dtypes differ. Casts between host and device run on the device, chunk
+    by chunk to save memory. The host waits for the end of a copy to host memory."""
     if source.device == target.device or source.dtype == target.dtype:
         target.copy_(source, non_blocking=target.device.type != "cpu")
         return
@@ -385,7 +387,8 @@ def copy_cast(source: Tensor, target: Tensor) -> None:
 
 
 class FlatSlice(NamedTuple):
-    """Refers to adjacent elements of `whole`, a flat tensor in a storage. A closed storage can have these in a file."""
+    """Refers to adjacent elements of `whole`, a flat tensor of a storage, which has no memory while a storage in files
+    is closed."""
 
     whole: Tensor
     start: int

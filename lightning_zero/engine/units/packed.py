@@ -1,7 +1,7 @@
 """Packed weights: the 4-bit parameters of bitsandbytes (`Params4bit`), which hold bytes in any dtype.
 
-The bytes lie in buckets of their own dtype and are never cast. The tensors that decode them (scales, a code book) lie
-beside them, in the parameter's `quant_state`: whole on each rank, and in state dicts as `weight.absmax` and the like.
+The bytes are in buckets of the bytes' dtype and are never cast. The tensors that decode the bytes (scales, a code book)
+are in the parameter's `quant_state`: whole on each rank, and in state dicts as `weight.absmax` and similar names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_packed(param: Tensor) -> bool:
 
 
 def refuse_unpackable(param: nn.Parameter, fqn: str) -> None:
-    """Raise ConfigError for a 4-bit parameter that is not frozen, not yet quantized, or packed anew for a CPU."""
+    """Raise ConfigError for a 4-bit parameter that is not frozen, not quantized yet, or repacked for a CPU."""
     state = getattr(param, "quant_state", param)
     if state is None:
         found, how = "one without", "Move the module to its device before it is sharded: that quantizes it"
@@ -35,7 +35,7 @@ def refuse_unpackable(param: nn.Parameter, fqn: str) -> None:
 
 
 def tensors_beside(param: Tensor) -> Iterator[tuple[object, str, Tensor]]:
-    """Yield (state, name, tensor) of each tensor in the parameter's `quant_state` and the states nested in it."""
+    """Yield (quantization state, name, tensor) of each tensor in the parameter's `quant_state`, nested ones too."""
     state = getattr(param, "quant_state", None)
     while hasattr(state, "__dict__"):
         yield from ((state, key, value) for key, value in [*vars(state).items()] if isinstance(value, Tensor))
@@ -43,7 +43,7 @@ def tensors_beside(param: Tensor) -> Iterator[tuple[object, str, Tensor]]:
 
 
 def replicate_beside(module: nn.Module, comm: Communicator) -> None:
-    """Give all ranks rank 0's tensors that decode packed parameters, on the engine's device. Collective."""
+    """Replace the tensors that decode packed parameters by rank 0's values, on the engine's device. Collective."""
     for inner in module.modules():
         for param in filter(is_packed, inner.parameters(recurse=False)):
             for owner, key, value in tensors_beside(param):
@@ -55,13 +55,14 @@ def replicate_beside(module: nn.Module, comm: Communicator) -> None:
 
 
 def prefixes_beside(module: nn.Module) -> tuple[str, ...]:
-    """Return how the names of tensors beside packed parameters begin in state dicts."""
+    """Return the prefixes of state dict keys of the tensors that decode packed parameters."""
     return tuple(f"{name}." for name, p in module.named_parameters(remove_duplicate=False) if is_packed(p))
 
 
 def load_beside(module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: list[str]) -> None:
-    """Hook before one module loads a state dict: load the tensors beside its packed parameters too, which bitsandbytes
-    saves and does not load. Report an error for bytes of another dtype, or without the tensors that decode them."""
+    """Pre-hook of `load_state_dict` of one module: load the tensors that decode its packed parameters, which
+    bitsandbytes saves and does not load. Report an error if packed bytes have another dtype or their decoding tensors
+    are missing."""
     for key, param in module.named_parameters(recurse=False):
         name, value = prefix + key, state.get(prefix + key)
         old: Any = getattr(param, "quant_state", None)

@@ -1,23 +1,24 @@
 """The engine's record of a parameter, and the classes of parameters that call the engine when users' code uses them.
 
-An `nn.Parameter` stays the same object for ever. Only its class and its `.data` change (docs/architecture.md).
+An `nn.Parameter` always stays the same object. Only its class and its `.data` change (docs/architecture.md).
 `PresentParameter` keeps torch's disabled `__torch_function__`: operators and `torch.compile` see a plain parameter.
 
 [Note: placeholders]
-While values are not gathered, `.data` is one NaN (0 for packed integers), expanded to the shape. So metadata is true,
-and an operation that the engine does not notice gives NaN. The class calls the engine before operations that need
-values. Parameters with a single element, or with integers that are not packed, have no placeholder: they are
-replicated.
+While values are not gathered, `.data` is one NaN (0 for packed integers), expanded to the shape. So metadata is right,
+and an operation that the engine does not notice results in NaN. The parameter's class calls the engine before
+operations that need values. Parameters with a single element, or with integers that are not packed, have no
+placeholder, because they are replicated.
 
 [Note: version counters]
-In-place operations raise `_version`, on views and on `detach()` too. It is not raised by `.data = value`, operations on
-`.data` (which has a counter of its own), NumPy, collectives of c10d, or kernels that update running statistics. The
-engine raises it when placeholders replace values, so that torch refuses the backward of a graph that saved the
-parameter itself, and lowers it when values return. Where it differs from `ParamInfo.version`, users have written.
+In-place operations increment `_version`, on views and on `detach()` too. `.data = value`, operations on `.data` (which
+has its own counter), NumPy, collectives of c10d and kernels that update running statistics do not. The engine
+increments `_version` when placeholders replace values, so that torch refuses the backward of a graph that saved the
+parameter itself, and resets `_version` when values return. A `_version` that differs from `ParamInfo.version` means
+that users have written to the parameter.
 
 [Note: checksums of writes]
-NumPy and collectives raise neither the parameter's counter nor the counter of `.data`. So when users' code reads
-`.data`, the engine takes a checksum of the values, and compares checksums before it drops the values.
+NumPy and collectives increment neither the parameter's counter nor the counter of `.data`. So when users' code reads
+`.data`, the engine saves a checksum of the values, and compares checksums before the values are dropped.
 """
 
 from __future__ import annotations
@@ -59,13 +60,12 @@ _delete_grad = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
 
 
 class Owner(Protocol):
-    """The interface by which a parameter calls its engine when users' code reads or writes it."""
+    """The interface of an engine that parameters call when users' code reads or writes them."""
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
-        """Gather `params`, of which some hold placeholders. Then return the result of `run`, a user's operation.
-
-        Raises RuntimeError if `params` cannot be gathered now. The message names the parameter and a call that helps.
-        """
+        """Gather `params`, of which some are placeholders. Then return `run()`, the result of the user's `operation`.
+        Raises RuntimeError if `params` cannot be gathered now. The message names the parameter and a call that
+        helps."""
         ...
 
     def strides(self, param: nn.Parameter) -> tuple[int, ...]:
@@ -73,16 +73,17 @@ class Owner(Protocol):
         ...
 
     def hands_out(self, param: nn.Parameter, read: Callable[[], Tensor]) -> Tensor:
-        """Gather `param`, then return the result of `read`, which is torch's own `param.data`, to users' code. See
-        [Note: checksums of writes]."""
+        """Gather `param`, then return `read()`, which is torch's `param.data`, to users' code. Later writes to the
+        result are noticed: see [Note: checksums of writes]."""
         ...
 
     def takes_grad(self, param: nn.Parameter, value: Tensor) -> bool:
-        """Take over a gradient that torch would refuse for its dtype, and return True if it has the masters' dtype."""
+        """For `param.grad = value`, where torch would refuse the dtype of `value`: store `value` as the gradient and
+        return True if the dtype is that of the masters, else return False."""
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """Write `value` to the masters for `param.data = value`, and return True. False: torch must assign `value`."""
+        """For `param.data = value`: write `value` to the masters and return True; return False if torch must assign."""
         ...
 
 
@@ -137,7 +138,7 @@ class _Owned:
     grad = property(get_grad, _assign_grad, _delete_grad)
 
     def __deepcopy__(self: Any, memo: dict[int, object]) -> object:
-        """Return a whole parameter of the class before sharding, which no engine owns."""
+        """Return a copy with the whole value and the class from before sharding, which is independent of the engine."""
         if id(self) not in memo:
             plain: Any = _PLAIN[type(self)]
             if plain.__deepcopy__ is nn.Parameter.__deepcopy__:  # which reads `.data`, whose changes are looked for
@@ -158,7 +159,7 @@ def give_own_memory(tensor: Tensor) -> None:
 
 
 class _Absent:
-    """Base class of parameters that hold a placeholder. An operation that needs values asks the engine for them."""
+    """Base class of parameters that hold a placeholder. Operations that need values call the engine to gather them."""
 
     __slots__ = ()
 
@@ -196,7 +197,7 @@ class _Absent:
         return _without_values(self).is_contiguous(memory_format=memory_format)
 
     def _read_grad(self: Any) -> Tensor | None:
-        """Return torch's own `grad`. `__torch_function__`, which takes ten times as long, is off meanwhile."""
+        """Return torch's `grad`, without `__torch_function__`, which would take ten times as long."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Tensor | None = get_grad(self)
         return grad
@@ -229,9 +230,8 @@ _PLAIN: dict[type, type] = {}  # present or absent class -> plain class
 
 
 def classes_of(param: nn.Parameter) -> Classes:
-    """Return the classes of ``param``: before sharding, while gathered, and while it holds a placeholder. These three
-    are the same if the class has a ``__torch_function__`` of its own, except for packed weights, whose own only keeps
-    the class in ``split``."""
+    """Return the classes of ``param`` before sharding, while gathered, and while it holds a placeholder. All three are
+    the same if the class overrides ``__torch_function__``, except for packed weights."""
     plain = type(param)
     if plain not in _CLASSES:
         if plain.__torch_function__ is not nn.Parameter.__torch_function__ and not is_packed(param):  # type: ignore
@@ -247,7 +247,7 @@ def classes_of(param: nn.Parameter) -> Classes:
 
 
 def own(params: Iterable[nn.Parameter], owner: Owner) -> None:
-    """Register `owner` (held weakly) to be called when users' code reads or writes `params`."""
+    """Register `owner` (by a weak reference) to be called when users' code reads or writes `params`."""
     for param in params:
         _OWNERS[param] = ref(owner)
 
@@ -282,7 +282,7 @@ def _name_of(func: Any) -> str:
 def _targets(
     func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object] | None
 ) -> Sequence[object]:
-    """Return the arguments that ``func``, which needs values, writes to in place."""
+    """Return the arguments that ``func`` writes to in place, if any, and its ``out`` argument."""
     name = _name_of(func)
     operator = name == "__setitem__" or (name.startswith("__i") and len(args) > 1)  # x[0] = 1, x += 1
     in_place = operator or (name.endswith("_") and not name.endswith("__"))
@@ -341,7 +341,7 @@ class ParamInfo:
         return self.strides if self.split is None else torch.empty(self.split.shape, device="meta").stride()
 
     def part_of_saved(self, value: T) -> T | Tensor:
-        """Return this rank's part of ``value`` if that is a whole tensor of this split parameter, else ``value``."""
+        """Return this rank's part of ``value`` if it is a whole tensor of a split parameter, else ``value``."""
         if self.split is None or not isinstance(value, Tensor) or tuple(value.shape) != self.split.shape:
             return value
         if not isinstance(value, StoredTensor):
@@ -350,7 +350,7 @@ class ParamInfo:
         return StoredTensor(split.shape_of(split.part), value.dtype, lambda low, high, _: split.read(read, low, high))
 
     def check_shape(self, shape: torch.Size) -> None:
-        """Raise RuntimeError if `shape`, that of a new `param.data`, is not the parameter's shape."""
+        """Raise RuntimeError if `shape`, of a new `param.data`, is not the parameter's shape."""
         if shape != self.shape:
             raise RuntimeError(
                 f"{self.fqn}.data = ...: expected a tensor of shape {tuple(self.shape)}, got {tuple(shape)}. A sharded "
@@ -358,16 +358,17 @@ class ParamInfo:
             )
 
     def flattened(self, value: Tensor) -> Tensor:
-        """Return `value` [shape], which can have any strides, as [numel] in the element order of the flat buffer."""
+        """Return the elements of `value` [shape], which can have any strides, as [numel] in the flat buffer's order."""
         return value.permute(self.order).reshape(-1)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Return the parameter's dimensions in memory order: the one with the largest stride first."""
+        """Return the parameter's dimensions in memory order: the dimension with the largest stride first."""
         return memory_order(self.strides)
 
     def copy_part(self, value: Tensor, start: int, target: Tensor) -> None:
-        """Copy n elements of the flattened `value`, from `start` on, to `target` [n]. A file is read only for these."""
+        """Copy n elements of the flattened `value`, from element `start` on, to `target` [n]. If `value` is a tensor in
+        a file, only these elements are read."""
         if not isinstance(value, StoredTensor):
             target.copy_(self.flattened(value)[start : start + len(target)])
             return
@@ -386,8 +387,8 @@ def set_values(infos: Iterable[ParamInfo], values: Iterable[Tensor], kind: Kind)
 
 
 def values_changed(infos: Sequence[ParamInfo]) -> None:
-    """Raise the autograd versions of parameters whose values the engine has replaced or changed. torch then refuses a
-    backward that saved the old values, and `passes.writes.Writes` does not take the change for a user's write. See
+    """Increment the autograd versions of parameters whose values the engine has changed, so that torch refuses a
+    backward that saved the old values. `passes.writes.Writes` does not treat the change as a user's write. See
     [Note: version counters]."""
     increment_version([info.param for info in infos])
     for info in infos:

@@ -1,10 +1,10 @@
 """The memory of a bucket's compute parameters: the full buffer, slices kept for the node, and shards between uses.
 
 [Note: freed storage and autograd's views]
-Views of weights that autograd saves (`weight.t()` in a linear layer) hold the storage object of a buffer, not its
-memory. So a :class:`FlatBuffer` keeps that object, and frees and takes memory by `untyped_storage().resize_`: the views
-are valid again after the next gather. In between, a read of one raises an error or crashes the process. On CUDA the
-memory belongs to the gather stream's pool; `device/streams.py` says who waits for whom.
+Views of weights that autograd saves (`weight.t()` in a linear layer) refer to the storage object of a buffer, not its
+memory. So a :class:`FlatBuffer` keeps the storage object, and frees and allocates memory by
+`untyped_storage().resize_`: the views are valid again after the next gather. Before that, a read of a view raises an
+error or crashes the process. On CUDA the memory belongs to the gather stream's pool: see `device/streams.py`.
 
 Between uses a :class:`ParamStore` holds the parameters. Its class depends on ``BucketPlan.params_rest``::
 
@@ -34,7 +34,7 @@ from lightning_zero.tiers.extents import Wanted
 
 
 class FlatBuffer:
-    """A flat tensor `data` [numel] whose memory can be freed and allocated again. Readable only while `allocated`."""
+    """Has a flat tensor `data` [numel], whose memory can be freed and reallocated. Read `data` only if `allocated`."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         # A tensor made under inference mode can never be used in training.
@@ -48,13 +48,13 @@ class FlatBuffer:
         return self.data.untyped_storage().nbytes() == self.nbytes
 
     def allocate(self) -> None:
-        """Allocate memory with undefined contents, unless the buffer has memory. Existing views use it too."""
+        """Allocate memory with undefined contents, unless the buffer has memory. Existing views use the new memory."""
         storage = self.data.untyped_storage()
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
 
     def release(self) -> None:
-        """Free the memory, unless NumPy (`weight.numpy()`) or a user has a view of it."""
+        """Free the memory, unless a NumPy array (`weight.numpy()`) or a user's view (`is_lent`) shares the memory."""
         storage = self.data.untyped_storage()
         if storage.resizable() and not self.is_lent:
             storage.resize_(0)
@@ -62,13 +62,13 @@ class FlatBuffer:
 
 
 def references(tensor: Tensor) -> int:
-    """Return how many tensors share the memory of ``tensor``, in autograd graphs too."""
+    """Return how many tensors, also in autograd graphs, share the memory of ``tensor``."""
     # Without the storage object that is made here.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # type: ignore[attr-defined,no-any-return]
 
 
 def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Make a placeholder for each shape. All lie in one small tensor. See [Note: placeholders]."""
+    """Return a placeholder for each shape. All placeholders share one small tensor. See [Note: placeholders]."""
     with torch.inference_mode(False):  # a tensor made under inference mode can never be used in training
         value = float("nan") if dtype.is_floating_point else 0
         cells = torch.full((max(len(shapes), 1),), value, dtype=dtype, device=device)
@@ -83,12 +83,12 @@ class NodeShard:
         full    | 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 |    shards of eight ranks, on two nodes
         kept    |   0   |   1   |   2   |   3   |    slices of the four ranks of each node
 
-    `values` [numel / ranks of the node] is kept from the unit's drop in the forward until the pass ends or masters
-    change. At other times it is None. The gather for the backward sends these slices in place of the shards.
+    `values` [numel / ranks of the node]: the slice, from the drop of the unit in the forward until the pass ends or
+    masters change; None at other times. The gather for the backward sends these slices instead of the shards.
     """
 
     def __init__(self, numel: int, node: Group) -> None:
-        """`node` has the ranks of this node. If its size is 0, no slice is ever kept."""
+        """`node`: the ranks of this node (size 0: no slice is kept). `numel`: elements of the bucket."""
         each = numel // node.size if node.size else 0
         self._range = slice(node.index * each, (node.index + 1) * each)
         self.values: Tensor | None = None
@@ -103,7 +103,7 @@ class NodeShard:
         full[self._range].copy_(self.values)
 
     def update(self, full: Tensor) -> None:
-        """If this rank keeps a slice, update that slice from the changed values `full` [numel] of the bucket."""
+        """If this rank keeps a slice, update the slice from `full` [numel], the bucket's changed values."""
         if self.values is not None:
             self.values.copy_(full[self._range])
 
@@ -116,34 +116,35 @@ class NodeShard:
 
 
 class ParamStore:
-    """Holds the compute parameters of this rank's owned range between uses: [owned numel] in compute_dtype. `memory` is
-    the store's own tensor on the device. None: the parameters lie in another buffer or in a file."""
+    """Holds the compute parameters of this rank's owned range between uses: [owned numel] in compute_dtype. `memory`:
+    the device tensor that the store has allocated; None if the parameters are in another object's memory or in a
+    file."""
 
     memory: Tensor | None = None
 
     def stage_ahead(self) -> None:
-        """Start to read the parameters from files, if they rest there, before a gather needs them. Does not wait."""
+        """If the parameters are in files, start to read the files, before a gather needs the values. Does not wait."""
 
     def prepare(self, own: Tensor) -> None:
         """Fill `own`, this rank's slice of the full buffer, before a gather."""
         self.read(own)
 
     def read(self, target: Tensor) -> None:
-        """Copy the compute parameters (cast from the masters) into `target` [owned numel]."""
+        """Copy this rank's compute parameters to `target` [owned numel], in the dtype of `target`."""
         raise NotImplementedError
 
     def update(self, master: Tensor) -> None:
-        """Update the parameters from `master` after a step. The caller has opened the masters' storage."""
+        """Update the stored parameters from `master` [owned numel]. The caller has opened the masters' storage."""
 
     def wait_for_rest(self) -> None:
-        """If parameters rest in a file, wait until the last update is written. Raise the error of a failed write."""
+        """Wait until the last update of parameters in a file is written. Raises the error of a failed write."""
 
     def free(self) -> None:
-        """Free the store's memory or file space on its tier. The store cannot be used after that."""
+        """Free the store's memory or file space. The store cannot be used afterwards."""
 
 
 class InMasterStorage(ParamStore):
-    """Stores nothing. For each use parameters are cast from the masters, or copied if frozen, in the same dtype."""
+    """Stores nothing. Each gather copies this rank's masters to the full buffer, with a cast to the compute dtype."""
 
     def __init__(self, storage: MasterStorage) -> None:
         self._storage = storage
@@ -161,7 +162,8 @@ class FullIsMaster(InMasterStorage):
 
 
 class FullCopy(FullIsMaster):
-    """Updates a full buffer that is a copy of the masters. `read` uses the masters: users may write to the buffer."""
+    """Updates this rank's slice of a full buffer that stays gathered. `read` casts from the masters, because users may
+    write to the buffer."""
 
     def __init__(self, storage: MasterStorage, own: Tensor, send: Callable[[Tensor], None]) -> None:
         super().__init__(storage)
@@ -223,7 +225,7 @@ class FileShard(ParamStore):
         self._tier.free([self._extent])
 
     def _drop(self) -> None:
-        """End a read ahead, if any, and give its buffer back: the values have been used, or the file is to change."""
+        """End a read ahead, if any, and return its buffer: its values were used, or the file will change."""
         if self._reading is not None:
             # `exception` waits without raising: the tier's threads write to the staged memory until then.
             self._reading.exception()

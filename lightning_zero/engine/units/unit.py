@@ -1,8 +1,8 @@
 """A unit: buckets that are gathered and dropped together, and the states of a unit.
 
-docs/architecture.md draws the states. At stages 1 and 2 compute parameters are replicated, and a unit is never SHARDED.
-It is GATHERING from the optimizer step, which changes this rank's slice, until the other ranks' slices arrive. At stage
-0 a unit stays GATHERED.
+docs/architecture.md has a diagram of the states. At stages 1 and 2 compute parameters are replicated, and a unit is
+never SHARDED: it is GATHERING from the optimizer step, which changes this rank's slice, until the other ranks' slices
+have arrived. At stage 0 a unit stays GATHERED.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ LEGAL = {
 
 @dataclass(eq=False)
 class Unit:
-    """The buckets of one submodule or the root, gathered and dropped together. Each is reduced and stepped alone."""
+    """The buckets of one submodule or the root, which are gathered and dropped together. Gradients are reduced, and
+    parameters stepped, bucket by bucket."""
 
     name: str  # fqn of the module, "" for the root
     index: int
@@ -71,7 +72,7 @@ class Unit:
         self.state = state
 
     def restaged(self) -> None:
-        """Update the unit's state after a restage has given its buckets new plans. No gather must be under way."""
+        """Update the unit's state after its buckets got new plans. Call only if no gather is in flight."""
         self.plans_changed()
         # Assigned without `_enter`, because no gather or drop leads to this state.
         self.state = State.SHARDED if self.reshards else State.GATHERED
@@ -79,7 +80,7 @@ class Unit:
             bucket.comm.streams.give_back()
 
     def unshard_begin(self) -> None:
-        """Issue the gathers of all buckets that are dropped after use, as one message where possible. Collective."""
+        """Issue the gathers of all buckets that reshard, as one message where possible. Collective."""
         self._enter(State.GATHERING)
         with recording.profiled("gather", self.title):
             self.pending = []
@@ -99,7 +100,8 @@ class Unit:
                 self.pending.append(bucket.gather_begin(of_node=of_node))
 
     def begin_param_sync(self, buckets: Sequence[Bucket]) -> None:
-        """Issue the gathers of `buckets` after a step. Until these end, parameters show placeholders. Collective."""
+        """Issue the gathers of `buckets`, replicated parameters whose masters have changed. Parameters are placeholders
+        until :meth:`unshard_wait`. Collective."""
         self.unshard_wait()  # for an earlier param sync, if masters changed twice in a row
         self._enter(State.GATHERING)
         with recording.profiled("gather", self.title):
@@ -108,7 +110,7 @@ class Unit:
                 bucket.show(gathered=False)
 
     def unshard_wait(self) -> None:
-        """Wait for the gathers under way, if any, then point the parameters at the gathered values."""
+        """Wait for the unit's gathers in flight, if any, then point the parameters at the gathered values."""
         if self.state is State.GATHERING:
             with recording.profiled("wait for", self.title):
                 for pending in self.pending:
@@ -121,7 +123,7 @@ class Unit:
             self._enter(State.GATHERED)
 
     def abandon(self, deadline: float) -> None:
-        """Drop the unit after an exception. Wait for gathers under way only until `deadline` (`time.monotonic`)."""
+        """Drop the unit after an exception. Wait for gathers in flight only until `deadline` (in `time.monotonic`)."""
         # A param sync is not abandoned: other ranks have issued it too, and the next pass needs its values.
         if self.reshards:
             over = [pending.abandon(deadline) for pending in self.pending]
@@ -136,7 +138,8 @@ class Unit:
                 self.reshard()
 
     def reshard(self, *, free: bool = True) -> None:
-        """Show placeholders, if the unit reshards, and free the gathered values, or leave that to :meth:`free`."""
+        """Point the parameters at placeholders and, with `free`, free the gathered values; otherwise call :meth:`free`
+        later. Does nothing if the unit does not reshard."""
         if not self.reshards:
             return
         for bucket in self.resharded:
@@ -152,23 +155,25 @@ class Unit:
             self.free()
 
     def free(self) -> None:
-        """Free the memory of gathered values, of which the parameters show placeholders already."""
+        """Free the memory of gathered values, after ``reshard(free=False)``."""
         for bucket in self.resharded:
             bucket.full.release()
         self.resharded[0].comm.streams.give_back()
 
     def drop(self) -> None:
-        """Drop the unit, after a wait for its gather if one is under way. A unit that never reshards stays gathered."""
+        """Drop the unit, after a wait for a gather in flight. Does nothing if the unit does not reshard."""
         if self.reshards and self.state is not State.SHARDED:
             self.unshard_wait()  # a gather in flight still writes to the memory
             self.reshard()
 
     def pass_begins(self) -> None:
-        """Begin a pass with a backward. Under `hybrid_shard=node_backward` drops then keep a slice for the node."""
+        """Note that a pass with a backward begins. Under `hybrid_shard=node_backward`, a drop in this pass keeps a
+        slice for the node."""
         self.keeps_node_slices = self.reshards and self.buckets[0].comm.ranks.node.size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
-        """End a pass: drop the unit and its node slices. `deadline`: only after an exception, for :meth:`abandon`."""
+        """End a pass: drop the unit and slices kept for the node. `deadline`: after an exception; see
+        :meth:`abandon`."""
         self.keeps_node_slices = self.is_held = False
         self.calls.clear()
         if deadline is None:
@@ -178,13 +183,14 @@ class Unit:
         self.forget_node_slices()
 
     def forget_node_slices(self) -> None:
-        """Free the slices that buckets keep for the node: masters have changed, or the pass has ended. Collective."""
+        """Free the slices that buckets keep for the node, because masters have changed or the pass has ended. All ranks
+        call this at the same point of the order of gathers."""
         self.gathers_in_node = False
         for bucket in self.buckets:
             bucket.node_shard.values = None
 
     def serve(self) -> None:
-        """Take part in a gather that other ranks need, although the unit is gathered on this rank. Collective."""
+        """Take part in a gather that other ranks need, although this rank has the unit gathered. Collective."""
         # Wait, because this rank's own slice may not have arrived in the buffer yet.
         self.unshard_wait()
         # Gather into a copy: kernels may be reading the buffer, and users' writes in it would be lost.
@@ -198,7 +204,7 @@ class Unit:
 
     @property
     def step_done(self) -> bool:
-        """Return whether the offloaded steps of all buckets have ended, so that a gather need not wait for them."""
+        """Return whether the offloaded steps of all buckets have ended, so that a gather would not wait for a step."""
         return all(b.awaited_step.is_done for b in self.buckets)
 
 

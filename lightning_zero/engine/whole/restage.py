@@ -1,7 +1,8 @@
 """Move a sharded module to another stage or offload setting, bucket by bucket, without a checkpoint file.
 
-Buckets, and which ranks share shards, stay the same. The values of a bucket stay on their tier or move to another. If
-the range that a rank owns changes, values are cut or gathered. Only one bucket at a time has old and new values.
+Buckets, and the groups of ranks that share shards, stay the same. The values of a bucket stay on their tier or move to
+another tier. If the range that a rank owns changes, values are cut or gathered. Only one bucket at a time is in memory
+with both old and new values.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Move:
     plan: BucketPlan
 
     def move_values(self, values: Tensor) -> Tensor:
-        """Return the values of the new owned range, gathered or cut from ``values`` of the present one. Collective."""
+        """Return ``values`` of the present owned range, gathered or cut to the range of the new plan. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard.index))]
@@ -94,10 +95,8 @@ def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instance
 
 
 def _agree(engine: Core, config: ZeroConfig) -> bool:
-    """Return whether ``config`` changes the settings of any rank. Collective.
-
-    Raises ConfigError if ranks got different stages, offloads or budgets, or if one is inside a pass or ``gather()``.
-    """
+    """Return whether ``config`` changes the settings of any rank. Collective. Raises ConfigError if ranks got different
+    stages, offloads or budgets, or if one is inside a pass or ``gather()``."""
     own = _say_settings(config), config != engine.config, _in_the_way(engine)
     table: list[tuple[str, bool, str | None]] = engine.comm.all_gather_objects(own, "restaging the module")
     first = table[0][0]
@@ -113,7 +112,7 @@ def _agree(engine: Core, config: ZeroConfig) -> bool:
 
 
 def _agree_on_grads(engine: Core) -> None:
-    """Raise a ConfigError on all ranks unless all have gradients of the same buckets. Collective."""
+    """Raise a ConfigError on all ranks unless all ranks have gradients of the same buckets. Collective."""
     grads = [bucket.grad_store.is_there for bucket in engine.buckets]
     table = engine.comm.all_gather_objects(grads, "restaging: gradients")
     for rank, found in enumerate(table):
@@ -125,7 +124,7 @@ def _agree_on_grads(engine: Core) -> None:
 
 
 def _say_settings(config: ZeroConfig) -> str:
-    """Return the settings that a restage needs equal on all ranks. Folders and threads can differ between nodes."""
+    """Return in words the settings that must be equal on all ranks in a restage. Folders can differ between nodes."""
     offload = config.offload
     budgets = [offload.device_budget, offload.host_budget, offload.nvme_budget]
     budgeted = "" if budgets == [None] * 3 else f" and budgets {budgets}"

@@ -73,7 +73,8 @@ def _elsewhere(engine: Core, trainable_only: bool) -> dict[int, Tensor]:
 
 
 def fake_copy(engine: Core, fakes: FakeTensors, storages: Storages, *, trainable_only: bool = False) -> State:
-    """Return ``module.state_dict()`` with fake tensors for ``storages`` (a copy of all masters), on rank 0."""
+    """Return ``module.state_dict()`` with fake tensors that refer to ``storages``, a copy of all buckets' masters. On
+    other ranks than rank 0 the tensors are :class:`OnRank0`."""
     name = f"copy {len(fakes.copies)}"
     fakes.copies[name] = storages
 
@@ -86,7 +87,7 @@ def fake_copy(engine: Core, fakes: FakeTensors, storages: Storages, *, trainable
 
 @outside_autograd
 def sharded_state_dict(engine: Core, storages: Storages | None = None, *, trainable_only: bool = False) -> State:
-    """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of ``storages``, a copy. Collective."""
+    """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of a copy ``storages``. Collective."""
     take_shown_over(engine)
     parts = parts_by_value(engine, {} if storages is None else {"copy": storages})
 
@@ -99,7 +100,8 @@ def sharded_state_dict(engine: Core, storages: Storages | None = None, *, traina
 
 
 def parts_of(engine: Core, parts: Parts, value: Value, info: ParamInfo, copies: Storages | None = None) -> TensorParts:
-    """Return a tensor that stands for ``value`` of a parameter, in the dtype of masters, or of ``copies`` of them."""
+    """Return a :class:`TensorParts` for ``value`` of a parameter, in the dtype of its masters or of ``copies``
+    (storages of a copy of all masters)."""
     storage = engine.buckets[value.bucket].storage if copies is None else copies[value.bucket]
     dtype = storage.master.dtype
     return TensorParts(info.saved_shape, dtype, parts.get(value, ()), info.saved_strides, info.split, value)
@@ -123,10 +125,8 @@ def _tensors(engine: Core, tensor: Callable[[Value, ParamInfo], Tensor], trainab
 
 
 def gathered(engine: Core, *, wanted: bool, only: Container[Value] | None = None) -> dict[int, Tensor]:
-    """Gather all parameters, or ``only`` some, to the host, in the dtypes of checkpoints. Collective.
-
-    Returns them by ``id`` of the parameter, or {} if not ``wanted`` on this rank.
-    """
+    """Gather parameters (all, or those in ``only``) to the host, in their original dtypes. Return whole tensors by
+    ``id`` of the parameter; an empty dict if not ``wanted`` on this rank. Collective."""
     result: dict[int, Tensor] = {}
     for number, bucket in enumerate(engine.comm.long_work.items(engine.buckets, "gathering weights, in buckets")):
         infos = [info for info in bucket.params if only is None or Value(number, info.slot) in only]
@@ -187,11 +187,8 @@ def sharded_optimizer(engine: Core, optimizer: Optimizer) -> Stepper:
 def optimizer_state(
     engine: Core, optimizer: Optimizer, *, only_rank_0: bool = True, fakes: FakeTensors | None = None
 ) -> State:
-    """Return the optimizer's full ``state_dict()`` on the host. Collective.
-
-    By default only rank 0's tensors have values; with ``fakes`` none have. Raises ConfigError if ``optimizer`` does not
-    step the engine's shards.
-    """
+    """Return the optimizer's full ``state_dict()`` on the host. Collective. By default only rank 0's tensors have
+    values; with ``fakes`` none have. Raises ConfigError if ``optimizer`` does not step the engine's shards."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
     wanted, index = not only_rank_0 or engine.comm.rank == 0, engine.optimizers.index(sharded)
@@ -218,8 +215,8 @@ def optimizer_state(
 def whole_states(
     engine: Core, sharded: Stepper, known: Entries, *, wanted: bool = True, device: torch.device | str = "cpu"
 ) -> dict[tuple[int, int], State]:
-    """Gather an optimizer's state on `device`, by bucket and slot. Tensors are None if not `wanted`. Collective.
-    `known`: what :func:`all_entries` has found."""
+    """Gather an optimizer's state on `device`. Return state by (bucket's number, slot), with None for tensors if not
+    `wanted` on this rank. Collective. `known`: a result of :func:`all_entries`."""
     states = dict[tuple[int, int], State]()
     for number, bucket in enumerate(
         engine.comm.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
@@ -242,10 +239,9 @@ def _leaf(fakes: FakeTensors | None, value: Value, leaf: Leaf) -> Tensor:
 
 @outside_autograd
 def sharded_optimizer_state(engine: Core, optimizer: Optimizer) -> State:
-    """Return the state of ``optimizer`` by parameter name, with :class:`TensorParts` for tensors. Collective.
-
-    A value that a parameter has once (a step count) is :class:`Unsharded`, on the rank with its first element only.
-    """
+    """Return the state of ``optimizer`` by parameter name, with :class:`TensorParts` for tensors. A value that a
+    parameter has once (a step count) is in :class:`Unsharded`, only on the rank with the parameter's first element.
+    Collective."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
     index, parts = engine.optimizers.index(sharded), parts_by_value(engine)
@@ -274,7 +270,7 @@ def _groups(sharded: Stepper, key_of: Callable[[Place], object]) -> list[State]:
 
 
 class _CopyIntoShards(TorchFunctionMode):
-    """Turns ``param.copy_(value)`` in ``Module.load_state_dict`` into a write to this rank's slice."""
+    """Mode in which ``param.copy_(value)`` of ``Module.load_state_dict`` writes this rank's part to its shards."""
 
     def __init__(self, engine: Core) -> None:
         super().__init__()
@@ -358,8 +354,8 @@ def _infos(engine: Core) -> dict[str, ParamInfo]:
 
 
 def _refuse_other_values(engine: Core, state: Saved) -> None:
-    """Raise RuntimeError if ranks load other values of a parameter, of which each would write its own part. Collective.
-    Eight elements of each tensor tell: what differs is mostly random, and more would read a mapped file."""
+    """Raise RuntimeError on all ranks if ranks load different values of a parameter. Collective. Compares about eight
+    elements of each tensor, which suffice for random values; more would read a memory-mapped file completely."""
     infos = {fqn: info for fqn, info in _infos(engine).items() if info.split is None}
     own = {
         key: checksum(value.detach().flatten()[:: value.numel() // 8 + 1])
@@ -379,20 +375,20 @@ def _refuse_other_values(engine: Core, state: Saved) -> None:
 
 
 def parts_of_saved(engine: Core, state: Saved) -> State:
-    """Return ``state`` with this rank's parts in the place of whole tensors of split parameters."""
+    """Return ``state`` with this rank's parts in place of whole tensors of split parameters."""
     infos = _infos(engine)
     return versioned({key: infos[key].part_of_saved(v) if key in infos else v for key, v in state.items()}, state)
 
 
 def versioned(entries: Saved, of: object) -> State:
-    """Return ``entries`` with the modules' versions of the state dict ``of``, by which modules know older ones."""
+    """Return ``entries`` with the ``_metadata`` (versions of modules) of the state dict ``of``."""
     made = OrderedDict(entries)
     made._metadata = getattr(of, "_metadata", None)  # type: ignore[attr-defined]
     return made
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:
-    """Return ``state`` with a :class:`KeptTensor` for frozen parameters that it lacks, so that a load keeps these."""
+    """Return ``state`` with a :class:`KeptTensor` for each missing frozen parameter, which a load then keeps."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
     return versioned({**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}, state)
@@ -400,7 +396,7 @@ def keeping_frozen(module: nn.Module, state: Saved) -> State:
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Core) -> Iterator[_CopyIntoShards]:
-    """Inside the ``with``, ``module.load_state_dict`` writes to shards. Ranks must load equal values. Collective."""
+    """Context manager in which ``module.load_state_dict`` writes to shards. All ranks load equal values. Collective."""
     engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
     engine.passes.writes.take_all_over()
@@ -431,7 +427,7 @@ def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> No
 
 
 def check_optimizer(engine: Core, optimizer: Optimizer, state: Saved, what: str) -> None:
-    """Raise a ConfigError if `load_optimizer_state` would refuse ``state``, which messages call ``what``."""
+    """Raise a ConfigError if :func:`load_optimizer_state` would refuse ``state``. ``what``: its source, in words."""
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__

@@ -1,8 +1,9 @@
-"""Tell which rank saves which elements of the masters and of optimizer state, and make tensors that stand for them.
+"""Find which rank saves which elements of the masters and of optimizer state, and make tensors that represent elements
+before they are saved.
 
-At any stage exactly one rank saves each element. Even of replicated masters a rank saves only its shard, and of several
-replicas of the shards only the first one saves. ``FakeTensors`` are for a checkpoint in one file, into which each rank
-writes its ranges. ``TensorParts`` are for a checkpoint folder.
+At any stage exactly one rank saves each element: a rank saves only its shard, also of replicated masters, and only the
+first of several replicas saves. ``FakeTensors`` are for a checkpoint in one file, into which each rank writes its
+ranges. ``TensorParts`` are for a checkpoint folder.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Entries = Mapping[int, dict[int, State]]  # state by bucket and slot, with a Lea
 
 
 class Value(NamedTuple):
-    """Identifies a parameter's masters, an optimizer's state of the parameter, or a copy of the masters."""
+    """Identifies a parameter's masters, a state tensor of an optimizer for the parameter, or a copy of the masters."""
 
     bucket: int
     slot: int
@@ -44,7 +45,7 @@ class Value(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Names adjacent elements of ``value``, from ``start`` on. Read ``source`` only while ``storage`` is open."""
+    """Adjacent elements of ``value``, from element ``start`` on. Read ``source`` only while ``storage`` is open."""
 
     value: Value
     start: int
@@ -62,13 +63,14 @@ class Range(NamedTuple):
 
 
 def own_parts(engine: Core, copies: Copies | None = None) -> Iterator[Part]:
-    """Yield as :func:`own_fragments`, with ``start`` in the whole tensor, also where tensor parallelism splits it."""
+    """Yield the parts of :func:`own_fragments`, cut so that ``start`` counts from the beginning of the whole tensor,
+    also for tensors that tensor or expert parallelism splits."""
     for part in own_fragments(engine, copies):
         yield from in_whole(part, engine.buckets[part.value.bucket].params[part.value.slot].split)
 
 
 def in_whole(part: Part, split: Split | None) -> Iterator[Part]:
-    """Cut ``part``, elements of this rank's part of a tensor, into parts that are adjacent in the whole tensor."""
+    """Yield the parts of ``part``, cut so that their elements are adjacent in the whole tensor, split by ``split``."""
     if split is None:
         yield part
         return
@@ -77,7 +79,7 @@ def in_whole(part: Part, split: Split | None) -> Iterator[Part]:
 
 
 def own_fragments(engine: Core, copies: Copies | None = None) -> Iterator[Part]:
-    """Yield the parts of masters, state and ``copies`` that this rank saves, storage by storage. Opens no storage."""
+    """Yield the parts of masters, state and ``copies`` that this rank saves, by storage. Does not open storages."""
     for number, bucket in enumerate(engine.buckets):
         if bucket.comm.replicate.index:  # the first replica saves
             continue
@@ -118,10 +120,8 @@ def all_entries(engine: Core, sharded: Stepper) -> Entries:
 
 
 def own_ranges(engine: Core, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
-    """Yield those parts of the ``wanted`` values that this rank saves, with one storage open at a time.
-
-    Call ``Engine.state_dict`` first: it waits for steps, and copies users' writes into the masters.
-    """
+    """Yield the parts of the ``wanted`` values that this rank saves, with one storage open at a time. Call
+    ``Engine.state_dict`` first: it waits for steps, and copies users' writes into the masters."""
     for storage, parts in itertools.groupby(own_parts(engine, copies), lambda part: part.storage):
         if own := [part for part in parts if part.value in wanted]:
             assert storage is not None
@@ -131,7 +131,7 @@ def own_ranges(engine: Core, wanted: Container[Value], copies: Copies) -> Iterat
 
 
 def gathered_ranges(engine: Core, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
-    """Gather the ``wanted`` values, which must be the same on all ranks. Yield each as one range. Collective."""
+    """Gather the ``wanted`` values, the same on all ranks, and yield each value as one range. Collective."""
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     for number, bucket in enumerate(engine.buckets):
         of_params = {v[2:] for v in wanted if v.bucket == number and (v.name == MASTER or v.optimizer == COPY)}
@@ -162,10 +162,8 @@ def _flat(tensor: Tensor) -> Tensor:
 def full_entries(
     bucket: Bucket, sharded: Stepper, entries: Mapping[int, State], keep: Callable[[ParamInfo, Tensor], Tensor | None]
 ) -> dict[int, State]:
-    """Gather the tensors of a bucket's optimizer state. Collective.
-
-    Returns ``entries`` with ``keep(parameter, gathered tensor)`` in place of each leaf.
-    """
+    """Gather the tensors of a bucket's optimizer state. Return ``entries`` with ``keep(parameter, gathered tensor)`` in
+    place of each leaf. Collective."""
     leaves = {slot: leaves_in(entry) for slot, entry in entries.items()}
     values = {(s, leaf): keep(bucket.params[s], value) for s, leaf, value in sharded.gathered(bucket, leaves)}
     return {slot: with_leaves(entry, lambda leaf, slot=slot: values[slot, leaf]) for slot, entry in entries.items()}  # type: ignore[misc]
@@ -179,11 +177,9 @@ def _whole(like: ParamInfo | Leaf) -> tuple[Sequence[int], Sequence[int]]:
 
 
 class FakeTensors:
-    """Makes tensors with shape and dtype but no values: reading one raises.
-
-    Tensors of ``last``, earlier ``FakeTensors``, are reused, because making one takes 0.1 ms. ``made`` pairs each
-    tensor with the value that it stands for.
-    """
+    """Makes tensors with shape and dtype but no values: reading one raises. Tensors of ``last``, earlier
+    ``FakeTensors``, are reused, because making one takes 0.1 ms. ``made`` pairs each tensor with the value that it
+    stands for."""
 
     def __init__(self, last: FakeTensors | None = None) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -197,7 +193,7 @@ class FakeTensors:
         return type(self), ()
 
     def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:
-        """Make or reuse a tensor for ``value``, with shape and strides of ``like``, a whole tensor."""
+        """Make or reuse a tensor for ``value``, with the whole shape and the strides that ``like`` describes."""
         shape, strides = _whole(like)
         made = self._kept.pop((value, dtype), None)
         if made is None or (made.shape, made.stride()) != (shape, strides):
@@ -208,8 +204,9 @@ class FakeTensors:
 
 
 class TensorParts(Tensor):
-    """Stands for a tensor, of ``of``, of which this rank saves ``parts``. ``order``: its dimensions, largest stride
-    first. With ``of_whole``, parts are those of this rank's part of the tensor."""
+    """A tensor without values, in place of a whole tensor of which this rank saves ``parts``. ``of``: the value that
+    the tensor represents. ``order``: its dimensions, largest stride first. ``of_whole``: the split of the tensor over
+    ranks, if any; ``parts`` then count from the beginning of this rank's part."""
 
     parts: tuple[Part, ...]
     order: Sequence[int]
@@ -258,7 +255,7 @@ class TensorParts(Tensor):
 
 
 class OnRank0(TensorParts):
-    """Stands on other ranks for a tensor of a checkpoint that rank 0 has."""
+    """A tensor without values, which other ranks have in place of a tensor of a checkpoint that rank 0 has."""
 
     _why = "rank 0 alone holds the tensors of a checkpoint that is one file"
     _instead = "Use values on rank 0 alone (if trainer.is_global_zero), or read parameters on all ranks"
@@ -276,7 +273,7 @@ class Unsharded(NamedTuple):
 
 
 def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
-    """Return a copy of state ``entry`` with ``tensor_of(leaf)`` for each leaf, and :class:`Unsharded` other values."""
+    """Return a copy of state ``entry`` with ``tensor_of(leaf)`` for leaves and other values in :class:`Unsharded`."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):

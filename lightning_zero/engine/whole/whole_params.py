@@ -1,12 +1,12 @@
-"""Show whole parameters: inside of ``gather()``, and on the host between two Trainer runs (after a fit, say).
+"""Show whole parameters: inside of ``gather()``, and on the host between two Trainer runs (such as after a fit).
 
-Between runs each host has one copy in shared memory (memfd), which all its ranks map::
+Between runs each host has one copy in shared memory (memfd), which all ranks of the host map::
 
-    each rank       -- writes its part of the masters --> the shared memory of its host
-    each rank       -- maps it copy-on-write          --> parameters are plain tensors; a write stays on its rank
-    the next run    -- compares them with the copy    --> what ranks have written: rank 0's values go into the shards
+    each rank       -- writes its part of the masters     --> the shared memory of its host
+    each rank       -- maps the memory copy-on-write      --> parameters are plain tensors; a write stays on its rank
+    the next run    -- compares parameters with the copy  --> rank 0's values of changed ones go into the shards
 
-Shards, optimizer state and units do not change meanwhile, and a save reads the shards.
+Meanwhile shards, optimizer state and units do not change, and a save reads the shards.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather
 
 
 def take_writes_over(engine: Core) -> None:
-    """Wait for steps, then copy users' writes into masters. Raise RuntimeError if ranks' writes inside of a run differ.
-    Collective."""
+    """Wait for steps, then copy users' writes to parameters into the masters. Raise RuntimeError on all ranks if ranks
+    have written different values in a run. Collective."""
     engine.passes.wait_for_all()
     _take_over(engine)
     engine.passes.writes.take_all_over()
@@ -47,7 +47,8 @@ def take_writes_over(engine: Core) -> None:
 
 
 def take_shown_over(engine: Core) -> None:
-    """Do as :func:`take_writes_over`, before a save, also with what is written inside a gather() that is open."""
+    """Before a save, copy users' writes into the masters, as :func:`take_writes_over` does, also writes inside a
+    gather() that has not ended. Collective."""
     take_writes_over(engine)
     for write_back in engine.passes.writes.write_backs:
         write_back()
@@ -55,8 +56,7 @@ def take_shown_over(engine: Core) -> None:
 
 @outside_autograd
 def masters_changed(engine: Core, changed: set[Bucket] | None = None) -> None:
-    """Update compute parameters on all ranks after the masters of the buckets ``changed`` (None: of all) have changed.
-    Collective."""
+    """Update compute parameters on all ranks after masters of ``changed`` (None: all) have changed. Collective."""
     buckets = [bucket for bucket in engine.buckets if changed is None or bucket in changed]
     for bucket in engine.comm.long_work.items(buckets, "parameters from masters, in buckets"):
         with opened(bucket.storage):
@@ -65,7 +65,7 @@ def masters_changed(engine: Core, changed: set[Bucket] | None = None) -> None:
 
 
 def gathered_buckets(engine: Core) -> list[Bucket]:
-    """Return the buckets whose parameters hold whole masters now, inside ``gather()`` or between Trainer runs."""
+    """Return the buckets whose parameters are whole masters at present, inside ``gather()`` or between Trainer runs."""
     return [bucket for bucket in engine.buckets if bucket.shown is Shown.PLAIN]
 
 
@@ -88,7 +88,8 @@ class _Full(NamedTuple):
 def show_gathered(
     engine: Core, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
-    """Show full masters in the buckets of ``params`` inside the ``with``. See ``lightning_zero.gather``. Collective."""
+    """Context manager in which parameters of the buckets of ``params`` have the full masters as values. See
+    ``lightning_zero.gather``. Collective."""
     # A rank in another call must not take a later message of gather() for a message of that call.
     engine.passes.meet("gather(), which all ranks must enter")
     engine.passes.between.close()
@@ -142,7 +143,8 @@ def _refuse_replaced(engine: Core) -> None:
 
 @outside_autograd
 def _show_full(engine: Core, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
-    """Show full masters in ``buckets``, with ``grads`` also full gradients. Add both to ``shown``. Collective."""
+    """Point the parameters of ``buckets`` at full masters and, with ``grads``, ``param.grad`` at full gradients. Add
+    the tensors to ``shown``. Collective."""
     take_writes_over(engine)
     engine.passes.sharded_grads.forget_cleared(takes=True)
     if grads:
@@ -162,8 +164,8 @@ def _show_full(engine: Core, buckets: list[Bucket], grads: bool, shown: dict[Buc
 
 @outside_autograd
 def _write_back(engine: Core, shown: dict[Bucket, _Full], from_rank: int | None) -> None:
-    """Copy what users have written inside gather() to the shards. Collective. Raises RuntimeError on all ranks, and
-    copies nothing, if written values differ."""
+    """Copy values that users have written inside gather() to the shards. Collective. Raises RuntimeError on all ranks,
+    and copies nothing, if written values differ between ranks."""
     changed = {bucket: _take_written(bucket, full, from_rank) for bucket, full in shown.items()}
     if from_rank is None:
         _compare(engine, shown)
@@ -178,8 +180,8 @@ def _write_back(engine: Core, shown: dict[Bucket, _Full], from_rank: int | None)
 
 
 def _take_written(bucket: Bucket, shown: _Full, from_rank: int | None) -> tuple[bool, bool]:
-    """Complete ``shown`` with what users have assigned. Return whether the values, and the gradients, of this rank's
-    shard have changed."""
+    """Copy tensors that users have assigned to ``param.data`` and ``param.grad`` to ``shown``, and with ``from_rank``
+    broadcast that rank's values. Return whether values, and whether gradients, of this rank's shard have changed."""
     full, full_grad = shown
     replaced = []
     for info in bucket.params:
@@ -203,8 +205,7 @@ def _take_written(bucket: Bucket, shown: _Full, from_rank: int | None) -> tuple[
 
 
 def _compare(engine: Core, shown: dict[Bucket, _Full]) -> None:
-    """Raise RuntimeError on all ranks if values are not the same on all: also those that a rank has written to another
-    rank's shard would be lost. Collective."""
+    """Raise RuntimeError on all ranks if ranks that share shards have different values in ``shown``. Collective."""
     # Where each rank has all masters, ranks may have values of their own, as under DDP.
     buckets = [bucket for bucket in shown if bucket.plan.shards_master and bucket.comm.shard.size > 1]
     if not buckets:
@@ -237,13 +238,14 @@ def _hide_full(engine: Core, shown: dict[Bucket, _Full]) -> None:
 
 
 def _gathers(engine: Core, hosts: Sequence[str]) -> bool:
-    """Return whether a shard group spans hosts. If none does, the ranks of each host together hold all shards."""
+    """Return whether ranks that share shards are on several hosts, so that no host has all shards."""
     groups = engine.comm.ranks.topology.shard_groups
     return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
 
 
 def _does_not_fit(engine: Core, hosts: Sequence[str], available: Sequence[int]) -> str | None:
-    """Return why the copy does not fit the ``available`` bytes of a host, or None if it fits. Equal on all ranks."""
+    """Return in words why a copy of the module does not fit the ``available`` bytes of some host; None if it fits. The
+    result is equal on all ranks. ``hosts``, ``available``: by rank."""
     gathers = engine.comm.device.type == "cpu" and _gathers(engine, hosts)
     nbytes = nbytes_of(engine.buckets)
     on_the_way = on_the_way_nbytes([bucket.plan for bucket in engine.buckets], gathers=gathers)
@@ -257,7 +259,8 @@ def _does_not_fit(engine: Core, hosts: Sequence[str], available: Sequence[int]) 
 
 
 def _make(engine: Core, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
-    """Make one copy in each host's shared memory, which all ranks map. Return it, or None and why not. Collective."""
+    """Make one copy in each host's shared memory, mapped by all ranks of the host. Return (copy, ""), or (None, reason)
+    on all ranks if a rank could not. Collective."""
     comm = engine.comm
     leader = hosts.index(hosts[comm.rank])
     nbytes, fd, failed, copy = nbytes_of(engine.buckets), -1, "", None
@@ -286,7 +289,8 @@ def _make(engine: Core, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
 
 
 def _fill(engine: Core, copy: HostCopy, hosts: Sequence[str]) -> None:
-    """Fill the copy with the masters. A rank writes its shard, or an equal share of gathered masters. Collective."""
+    """Fill the host's copy with the masters: each rank writes its shard or, if shards are spread over hosts or masters
+    are replicated, an equal share of the whole masters. Collective."""
     comm = engine.comm
     here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
     gathers = _gathers(engine, hosts)
@@ -318,11 +322,9 @@ def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tupl
 
 @outside_autograd
 def show_whole(engine: Core) -> bool:
-    """Show whole parameters on the host between Trainer runs, and return True. Collective.
-
-    Show nothing and return False if ``zero.gather_after_fit`` is false, where modules are split (ranks of a host have
-    different parts), on meta, inside `gather()`, and (with a warning) if a host lacks memory.
-    """
+    """Point parameters at whole values on the host, between Trainer runs, and return True. Collective. Do nothing and
+    return False if ``zero.gather_after_fit`` is false, if tensor or expert parallelism splits parameters, on meta,
+    inside `gather()` or, with a warning, if a host lacks memory."""
     copy = engine.host_copy
     if copy is not None and copy.is_shown:
         return True
@@ -371,8 +373,8 @@ def _show(engine: Core, copy: HostCopy) -> None:
 
 
 def show_again(engine: Core) -> bool:
-    """Show ``engine.host_copy`` in the parameters again, if it still equals this rank's masters and parameters are not
-    whole already. Return whether this call has shown it. Sends no message."""
+    """Point parameters at ``engine.host_copy`` again, if the copy equals this rank's masters and parameters are not
+    whole already. Return whether parameters were changed. Sends no message."""
     copy = engine.host_copy
     if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine.buckets):
         return False
@@ -382,7 +384,7 @@ def show_again(engine: Core) -> bool:
 
 @outside_autograd
 def _take_over(engine: Core) -> None:
-    """Copy into shards what rank 0 has of the parameters that some rank has written to between runs, because DDP too
+    """For each parameter that a rank has written to between runs, copy rank 0's values into the shards, as DDP
     broadcasts rank 0's parameters at the start of a run. Collective."""
     copy = engine.host_copy
     if copy is None or not copy.is_shown:
@@ -411,8 +413,9 @@ def _take_over(engine: Core) -> None:
 
 @outside_autograd
 def take_reshaped(engine: Core) -> dict[nn.Parameter, Tensor]:
-    """Take the parameters of the whole module that users have given ``.data`` of another shape between runs (as
-    ``resize_token_embeddings`` does). Return their new values, for a module that is sharded anew. Sends no message."""
+    """Find parameters to which users have assigned ``.data`` of another shape between runs (as
+    ``resize_token_embeddings`` does). Return their new values, for use when the module is sharded again, and restore
+    their old ``.data``. Sends no message."""
     copy = engine.host_copy
     found = {}
     for _, info, _, value in copy.params if copy is not None and copy.is_shown else ():
@@ -435,10 +438,8 @@ def _warn_of_dtypes(engine: Core, written: Sequence[ParamInfo]) -> None:
 
 @outside_autograd
 def shard_again(engine: Core, *, keep: bool = True) -> bool:
-    """Undo :func:`show_whole`: copy users' writes into shards. Return whether parameters were whole. Collective.
-
-    With ``keep`` the next ``show_whole`` reuses the host copy if masters have not changed.
-    """
+    """Undo :func:`show_whole`, and copy users' writes into the shards. Return whether parameters were whole.
+    Collective. ``keep``: keep the host copy, which the next ``show_whole`` reuses if masters have not changed."""
     copy = engine.host_copy
     was_shown = copy is not None and copy.is_shown
     if copy is not None and was_shown:
@@ -466,7 +467,7 @@ def _hide(engine: Core, copy: HostCopy) -> None:
 
 @contextlib.contextmanager
 def set_aside(engine: Core) -> Iterator[None]:
-    """Shard the module inside the ``with``, and show it whole again at the end if it was whole before. Collective."""
+    """Context manager in which the module is sharded; on exit whole again if it was before. Collective."""
     was_whole = shard_again(engine)
     try:
         yield
@@ -489,7 +490,7 @@ def check_free_memory(engine: Core) -> None:
 
 
 def check_free_memory_here(nbytes: int) -> None:
-    """Raise ConfigError if this host lacks ``nbytes`` for a copy of the module. Called before processes start."""
+    """Raise ConfigError if this host lacks ``nbytes`` for a copy of the module. Call before processes start."""
     _refuse(reason_not_to_fit(nbytes, available_host_memory(), "this host"))
 
 

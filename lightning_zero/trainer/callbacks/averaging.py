@@ -34,7 +34,7 @@ EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # key in a checkpoint
 
 @contextlib.contextmanager
 def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
-    """Hold all of this rank's masters in memory during the body. ``changed``: whether the body writes to them."""
+    """Hold all of this rank's masters in memory during the body. ``changed``: whether the body writes to masters."""
     engine.passes.wait_for_all()
     with contextlib.ExitStack() as stack:
         for bucket in engine.buckets:
@@ -43,7 +43,8 @@ def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
 
 
 class _Tensors(nn.Module):
-    """This rank's master shards as parameters, and the module's buffers, for torch's AveragedModel to average."""
+    """A module whose parameters are this rank's master shards, and whose buffers are the engine's module's, which
+    torch's AveragedModel can average."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -104,8 +105,8 @@ class ShardedAverage(AveragedModel):
         whole_params.masters_changed(self.engine)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the averages: full tensors, with values on rank 0 only. If checkpoints are folders, each rank returns
-        its own parts. Collective."""
+        """Return the averages as full tensors, with values on rank 0 only; as each rank's own parts if checkpoints are
+        folders; without values if all ranks write ranges of the file. Collective."""
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
@@ -125,7 +126,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:
-        """Move bucket ``number``'s average to the range and tier that a restage is about to give its masters."""
+        """Move the average of bucket ``number`` to the range and tier that a restage will give the bucket's masters."""
         average = self.module.get_parameter(str(number))
         device = average.device
         if self._beside_masters:
@@ -140,7 +141,7 @@ class ShardedAverage(AveragedModel):
         return self._storages
 
     def _begin_to_change(self) -> None:
-        """Wait until a background save has read the averages. Call this before they change."""
+        """Wait until a background save has read the averages. Call this method before changing averages."""
         for storage in self._storages:
             storage.open(to_write=True)
         self._storages = []
@@ -169,7 +170,8 @@ class StochasticAverage(ShardedAverage):
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Update the averages by element-wise ``avg_fn``, or the first time by copying the masters. Collective."""
+        """Update the averages by element-wise ``avg_fn``; the first update copies the masters. Add 1 to ``n_averaged``.
+        Collective."""
         self._begin_to_change()
         whole_params.take_writes_over(self.engine)
         with masters(self.engine):
@@ -202,7 +204,8 @@ class StochasticAverage(ShardedAverage):
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
-    """Replace the average of each averaging callback by one of shards, after sharding. Collective."""
+    """After sharding, replace the average of each averaging callback by an average of shards, and load the averages of
+    a checkpoint that is being resumed. Collective."""
     for stochastic in _stochastic(trainer):
         waiting: Any = stochastic._average_model
         average = StochasticAverage(engine, trainer.strategy, use_buffers=False, device=stochastic._device)
@@ -237,8 +240,7 @@ def _stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
 
 
 class NoAverageYet:
-    """Placeholder for a callback's average until the module is sharded. ``loaded``: the state to load into the
-    average."""
+    """Placeholder for a callback's average until the module is sharded. ``loaded``: the state to load then, or None."""
 
     def __init__(self) -> None:
         self.loaded: Any = None
@@ -255,7 +257,7 @@ class NoAverageYet:
 
 class AveragesShards(WeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Under ZeroStrategy, do not copy the module: later :func:`average_shards` makes an average of shards."""
+        """Under ZeroStrategy do not copy the module: :func:`average_shards` makes an average of shards later."""
         if not is_ours(trainer):
             super().setup(trainer, pl_module, stage)
         elif stage == "fit":
@@ -293,7 +295,7 @@ class AveragesShards(WeightAveraging):
 
     @property
     def _sharded(self) -> ShardedAverage | None:
-        """Return the average, or None if it is no ShardedAverage. Raise RuntimeError if its engine was replaced."""
+        """Return the average; None if it is no ShardedAverage. Raise RuntimeError if its module has a new engine."""
         average: Any = self._average_model
         if not isinstance(average, ShardedAverage):
             return None
@@ -307,7 +309,7 @@ class AveragesShards(WeightAveraging):
 
 class AveragesShardsStochastically(StochasticWeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Under ZeroStrategy, do not copy the module: later :func:`average_shards` makes an average of shards."""
+        """Under ZeroStrategy do not copy the module: :func:`average_shards` makes an average of shards later."""
         if not is_ours(trainer):
             super().setup(trainer, pl_module, stage)
         elif trainer.state.fn == TrainerFn.FITTING:

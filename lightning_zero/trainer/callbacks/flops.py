@@ -17,8 +17,8 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts FLOPs of the body's matrix products, convolutions and attention by torch's formulas. The attribute
-    ``forward`` is the sum in forwards, ``backward`` that in backwards, with recomputation.
+    """Counts FLOPs of the body's matrix products, convolutions and attention by torch's formulas. Attributes:
+    ``forward``, the FLOPs in forwards, and ``backward``, the FLOPs in backwards, including recomputation.
 
     torch's own ``FlopCounterMode`` is not used: it leaves hooks on modules and tensors.
     """
@@ -47,7 +47,7 @@ class FlopCount(TorchDispatchMode):
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Return the FLOPs of one call of an operation, which returned ``result``; 0 for those that are not counted."""
+    """Return the FLOPs of one call of the operation ``func``, which returned ``result``; 0 if torch has no formula."""
     packet = getattr(func, "_overloadpacket", None)
     if packet is _CPU_ATTENTION:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))

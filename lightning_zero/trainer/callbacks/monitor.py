@@ -1,4 +1,4 @@
-"""ZeroMonitor: logs speed, memory by role and place, and the time that computation waited."""
+"""ZeroMonitor: logs speed, memory by role and tier, and how long computation waited."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ class ZeroMonitor(Callback):
         zero/steps_per_s             optimizer steps
         zero/tokens_per_s            tokens of all ranks; if batches have no tokens, zero/samples_per_s
         zero/tflops_per_s            model FLOP/s of one device, in 1e12, if the FLOPs of a batch are known
-        zero/mfu                     model FLOP/s divided by the device's peak, if that is known too
-        zero/bytes/<role>/<place>    bytes between steps: compute_param, master_param, grad, optim_state
-        zero/bytes_over_plan         the sum of these bytes divided by the planned sum
-        zero/grad_norm               norm of the last clipped step (gradient_clip_val) whose norm is on the host
-        zero/loss                    mean over all tokens of the last step, with zero.loss=tokens
+        zero/mfu                     model FLOP/s divided by the device's peak FLOP/s, if the peak is known too
+        zero/bytes/<role>/<tier>     bytes between steps: compute_param, master_param, grad, optim_state, staging
+        zero/bytes_over_plan         these bytes without staging, summed, divided by the planned sum
+        zero/grad_norm               the newest gradient norm that has reached the host, with gradient_clip_val
+        zero/skipped_steps           steps skipped because of gradients that were not finite, if steps can be skipped
+        zero/loss                    the last step's mean loss over all its tokens, with zero.loss=tokens
         zero/peak_bytes/device       the peak of GPU memory for tensors
-        zero/wait_s_per_step         seconds of a step in which computation waited: the sum of
-        zero/wait_s/<what>           waits for gather, reduce, agree (small messages), transfer, disk, step (an
-                                     offloaded one), sequence (the exchange of heads)
-        zero/moved_bytes/<what>      per step and rank: gather, reduce, sequence, h2d, d2h, disk_read, disk_write
+        zero/wait_s_per_step         seconds per step in which computation waited, for any of the following
+        zero/wait_s/<what>           gather, reduce, agree (small messages), transfer, disk, step (of an offloaded
+                                     optimizer), sequence (the exchange of heads)
+        zero/moved_bytes/<what>      bytes per step: gather, reduce, sequence, h2d, d2h, disk_read, disk_write
         zero/prefetch_hits           fraction of gathers that were issued before they were needed
 
     Speeds are averages over the last ten logs; other metrics cover the time since the last log.
@@ -238,7 +239,7 @@ class ZeroMonitor(Callback):
 
 
 def at_rest(held: Bytes) -> int:
-    """Return the sum of the bytes in ``held``, without staging buffers."""
+    """Return the sum of the bytes in ``held``, without those of staging buffers."""
     return sum(nbytes for (role, _), nbytes in held.items() if role in RESTING)
 
 

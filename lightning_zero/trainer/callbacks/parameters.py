@@ -25,7 +25,8 @@ from lightning_zero.settings import ConfigError
 
 @contextlib.contextmanager
 def _with_values(engine: Engine | None) -> Generator[None, None, None]:
-    """Gather the parameters of the engine's module in the body: global pruning compares all layers. Collective."""
+    """Gather all parameters of the engine's module during the body (global pruning compares all layers), then broadcast
+    rank 0's buffers. Do nothing if ``engine`` is None. Collective."""
     if engine is None:
         yield
         return
@@ -58,7 +59,7 @@ class PrunesShards(ModelPruning):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Apply masks to the state dict in ``checkpoint``. Lightning's callback would make another state dict."""
+        """Apply masks to the state dict in ``checkpoint``. Lightning's method alone would make another state dict."""
         if engine_of(pl_module) is None:
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
             return

@@ -64,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
         self.most = self.now
 
     def ignore(self, tensors: Any) -> None:
-        """Do not count the storages of these tensors."""
+        """Do not count the storages of ``tensors``, a nested structure."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._add(tensor, 0)
@@ -145,11 +145,11 @@ class _Recorder:
 def measure(
     module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
 ) -> Activations:
-    """Return the activations of one forward and backward of ``module``, by measuring them. ``module`` must not be
-    sharded yet, can be on meta, and stays unchanged.
+    """Run one forward and backward of ``module`` on fake tensors, and return its measured :class:`Activations`.
+    ``module`` must not be sharded yet, can be on meta, and stays unchanged.
 
-    Hooks around batches are not called. ``trainer`` is ``self.trainer`` in ``training_step``; default: a new Trainer.
-    Raises NotMeasured if ``training_step`` fails on tensors without values.
+    Hooks around batches are not called. ``trainer``: the value of ``self.trainer`` in ``training_step``; default: a new
+    Trainer. Raises NotMeasured if ``training_step`` fails on tensors without values.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -217,7 +217,7 @@ class _Measurement:
         self._sharers = OnPaper(config.sequence_parallel)
 
     def _again(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward ``inner`` on the whole batch, with activation checkpointing."""
+        """Run a unit's forward ``inner`` on the whole batch, with activation checkpointing, and return its output."""
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
@@ -318,8 +318,8 @@ def _keep_output_dtype(module: nn.Module) -> None:
 def measure_sizes(
     module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
 ) -> ByBatchSize:
-    """Return activations measured for ``batch`` and for twice its size, to interpolate other sizes; if the latter
-    fails, only for ``batch``. Raise NotMeasured if ``batch`` itself cannot be measured."""
+    """Return activations measured for ``batch`` and for twice its samples, from which other sizes are interpolated; if
+    the larger batch fails, only for ``batch``. Raise NotMeasured if ``batch`` itself cannot be measured."""
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)

@@ -87,8 +87,8 @@ class Auto:
     decision: Decision | None = None
 
     def decide(self, strategy: Run, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-        """If ``stage=auto``, set stage and offload of ``strategy``. All ranks raise ConfigError if none fits.
-        Collective."""
+        """If ``stage=auto``, choose stage and offload, and set them in ``strategy.config``; keep an earlier choice for
+        a fit. All ranks raise ConfigError if no stage fits. Collective."""
         asked, before = self.asked, self.decision
         if asked is None or (before is not None and (before.fitting or not fitting)):
             return
@@ -152,7 +152,7 @@ def _place(strategy: Run, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: Run) -> Machine:
-    """Return the planner's machine. ``places``: each rank's host and free bytes, of which the smallest count."""
+    """Return the planner's machine. ``places``: each rank's host and free bytes. The smallest bytes are used."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(
@@ -272,7 +272,7 @@ def check_host_room(strategy: Run, module: nn.Module, config: ZeroConfig) -> Non
 
 
 def _needed(strategy: Run, module: nn.Module, config: ZeroConfig) -> int:
-    """Return the bytes that this rank's shards of parameters will take, beside what the module has already."""
+    """Return the bytes that this rank's shards take beyond the module's values; 0 if no parameter is on meta."""
     if not any(param.is_meta for param in module.parameters()):
         return 0
     units = describe_units(module, config, strategy.precision_plugin.row)

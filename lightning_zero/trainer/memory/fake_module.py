@@ -42,7 +42,7 @@ class _Stand:
 
 
 def _new_trainer() -> pl.Trainer:
-    """Make a Trainer with one rank, in the state of training without a last epoch."""
+    """Return a new Trainer for one CPU process, marked as training, with an unlimited number of epochs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about GPUs that it does not use
         trainer = pl.Trainer(
@@ -91,8 +91,8 @@ def _without_owners(module: nn.Module) -> dict[int, Any]:
 
 
 def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
-    """Change the copy ``module``, so that its trainer is a stand-in, it logs nothing, has no schedulers, gathers
-    nothing, and calls ``backward`` instead of ``manual_backward``."""
+    """Change the copy ``module`` so that its trainer is a stand-in, it logs nothing, has no schedulers, issues no
+    collectives, and ``manual_backward`` calls ``backward``."""
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
     module.__dict__["_trainer"] = _Stand(trainer, optimizers)
 
@@ -160,7 +160,7 @@ def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """In the body, move parameters to meta when modules register them. Other tensors keep values for code to read."""
+    """In the body, move parameters to meta when modules register them. Other tensors keep values, for code to read."""
 
     def move_to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:  # a tied parameter stays one object

@@ -60,8 +60,8 @@ def held_bytes(engine: Engine) -> Bytes:
 
 
 def _in_files(engine: Engine, total: int) -> Bytes:
-    """Divide ``total``, the bytes in files, by role. Parameters and masters have the planned bytes, optimizer state the
-    remaining ones."""
+    """Divide ``total`` bytes in files by role: parameters and masters have the planned bytes, optimizer state the
+    rest."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
         for role, tier, nbytes in at_rest(bucket.plan, engine.comm.rank, state=(), moment=Moment.cleared):

@@ -2,13 +2,13 @@
 
 ::
 
-    checkpointing        the strategy's hooks for checkpoints; places of all ranks' loaders in an epoch
+    checkpointing        the strategy's hooks for checkpoints; positions of all ranks' loaders in an epoch
     checkpoint_files     reading and writing, shared with Fabric
-    checkpoint_io        files, written whole or not at all
+    checkpoint_io        files, written atomically
     range_saves          one file, written by all ranks
     sharded_checkpoints  folders, written by all ranks
     background_saves     folders, written while training goes on
-    held                 parameters that lie in other parts of a checkpoint
+    held                 parameters inside of other entries of a checkpoint
     kept_files           last.ckpt, files that a killed run has left, the checkpoint from which a restarted job resumes
     checkpoint_fits      whether a checkpoint fits this model, and settings it overrides
     random_numbers       states of all ranks' random number generators

@@ -64,7 +64,7 @@ class BackgroundSaves:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a save was begun and not yet waited for. The same on all ranks."""
+        """Return whether a save was begun and no :meth:`wait` has followed. The same on all ranks."""
         return self._last is not None
 
     @property
@@ -131,7 +131,7 @@ class BackgroundSaves:
         return parts
 
     def then(self, act: Callable[[], Any]) -> None:
-        """Call ``act`` after the save under way, unless that fails. If no save is under way, call ``act`` now."""
+        """Call ``act`` after the save under way, unless the save fails. If no save is under way, call ``act`` now."""
         if self._last is None or self._threads is None:
             act()
             return
@@ -158,6 +158,6 @@ class BackgroundSaves:
             rank_zero_warn(str(error))
 
     def close(self) -> None:
-        """Free the memory of copies. No save may be under way."""
+        """Free the spare memory for copies of shards. Call this method only when no save is under way."""
         while self.spare:
             self.spare.pop().close()

@@ -40,7 +40,8 @@ class CheckpointFiles(Processes):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Return the user's CheckpointIO, else ours. An AsyncCheckpointIO without an inner one gets ours."""
+        """Return the user's CheckpointIO, or a ZeroCheckpointIO if there is none. A wrapper without an inner
+        CheckpointIO gets a ZeroCheckpointIO inside."""
         self._checkpoint_io = with_default(self._checkpoint_io)
         return self._checkpoint_io
 
@@ -83,7 +84,7 @@ class CheckpointFiles(Processes):
     def _read_checkpoint(
         self, path: Any, weights_only: bool | None, *, verified: bool, of_trainer: bool = True
     ) -> dict[str, Any]:
-        """Return the checkpoint in a file or folder; if ``verified``, compare it with its checksums before.
+        """Return the checkpoint in a file or folder; if ``verified``, first compare it with its checksums.
         ``of_trainer``: name the module's entry ``state_dict``, as in checkpoints of the Trainer. Collective."""
         if verified:
             self._verify(path)
@@ -96,8 +97,8 @@ class CheckpointFiles(Processes):
         return self._together("reading a checkpoint", act)
 
     def _verify(self, path: Any) -> None:
-        """Compare a checkpoint with its checksums. Ranks that see the same file check a part each. Raise ConfigError on
-        all ranks, with the file, if it is damaged. Collective."""
+        """Compare a checkpoint with its checksums. Ranks that see the same file each check a part. Raise ConfigError on
+        all ranks, with the file's name, if the file is damaged. Collective."""
         name = place(path)
         found = self._gather_objects(_identity(name), "checksums")
         # Ranks that see different copies of a checkpoint check each copy.

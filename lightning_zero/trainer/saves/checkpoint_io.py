@@ -1,4 +1,4 @@
-"""Write, read and remove checkpoint files. ``checkpoint/durable.py`` says why torch's way of writing is not used."""
+"""Write, read and remove checkpoint files. ``checkpoint/durable.py`` explains how writes are atomic."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             remove_whole(get_filesystem(path)._strip_protocol(str(path)))
 
     def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Warn after saving ``checkpoint`` if loading the file would be refused because it could run code."""
+        """Warn if loading ``path``, where ``checkpoint`` was saved, would be refused because it could run code."""
         whole = "optimizer_states" in checkpoint
         if whole in self._looked:
             return
@@ -118,7 +118,7 @@ def _nbytes(checkpoint: Any) -> int:
 
 
 def lacks_memory(nbytes: int) -> bool:
-    """Return whether ``nbytes`` more might be too much for this host."""
+    """Return whether allocating ``nbytes`` more bytes might exhaust this host's memory."""
     return nbytes > SPARE * available_host_memory()
 
 
@@ -136,7 +136,8 @@ def saves_as_torch() -> bool:
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:
-    """Return ``io``, or a ZeroCheckpointIO if it is None. A wrapper without an inner CheckpointIO also gets one."""
+    """Return ``io``, or a ZeroCheckpointIO if ``io`` is None. A wrapper around nothing gets a ZeroCheckpointIO
+    inside."""
     if io is None:
         return ZeroCheckpointIO()
     if _is_wrapper(io):
@@ -150,7 +151,7 @@ def _is_wrapper(io: CheckpointIO | None) -> bool:
 
 
 def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Return a file's checkpoint. Code in it runs only if ``weights_only`` is False; in Lightning also for http paths.
+    """Return a file's checkpoint. Code in the file runs only if ``weights_only`` is False, or if Lightning loads a URL.
 
     Raises:
         ConfigError: the file would run code, or is no whole checkpoint. The message names the file.
@@ -206,14 +207,15 @@ def _damaged(path: Any, error: Exception) -> str:
 
 
 def _refused(path: Any, error: Exception) -> list[str]:
-    """Return the names of classes for which torch refused the file; [] if loading failed for another reason."""
+    """Return the names of classes because of which torch refused to load the file; [] if ``error`` says something
+    else."""
     if not isinstance(error, pickle.UnpicklingError) or _NOT_ALLOWED not in str(error):
         return []
     return _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error))
 
 
 def _classes(path: Any) -> list[str]:
-    """Return the names that loading the file would import or call, without loading it; [] if that cannot be told."""
+    """Return the names that loading the file would import or call, without loading it; [] if it cannot be examined."""
     try:
         with get_filesystem(path).open(str(path), "rb") as file:
             return sorted(get_unsafe_globals_in_checkpoint(file))
@@ -235,7 +237,7 @@ def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
 def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
     """Call ``act`` after the queued writes, or never if one of them failed. The writer's single thread keeps the order.
 
-    AsyncCheckpointIO itself removes old files at once. A process killed then would have neither the old nor a new one.
+    AsyncCheckpointIO itself removes old files at once. If the process is killed then, no file is left.
     """
     writer = async_writer(io)
     executor = writer._executor if writer is not None else None
@@ -253,7 +255,7 @@ def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
 
 
 def remove(io: CheckpointIO, path: Any) -> None:
-    """Remove a checkpoint; only warn if that fails, because training can go on."""
+    """Remove the checkpoint ``path``. If this fails, only warn, because training can continue."""
     try:
         io.remove_checkpoint(path)
     except Exception as error:

@@ -178,7 +178,7 @@ class Checkpoints:
 
     @property
     def _behind(self) -> Behind | None:
-        """Return the thread and buffers for a save in the background; None if training must wait for the next save."""
+        """Return the function, streams and spare memory for a background save; None: training waits for the save."""
         trainer = self._strategy._trainer_of_run
         if not self._strategy.config.checkpoint.background or trainer is None:
             return None
@@ -196,7 +196,8 @@ class Checkpoints:
             after_writes(self._strategy.checkpoint_io, act)
 
     def wait_for_writes(self) -> None:
-        """Wait for the save under way. If it failed, raise its error, or only warn if it ``may_fail``. Collective."""
+        """Wait for the save under way. If it failed, warn if this save ``may_fail``, else raise its error.
+        Collective."""
         strategy, what = self._strategy, "the save before this one"
         if self.background.is_under_way:
             try:
@@ -297,8 +298,8 @@ class Checkpoints:
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
-        """Load the weights that ``load_model`` left for setup. Raise ConfigError if the checkpoint's optimizer states
-        do not match the optimizers. Collective."""
+        """Load the weights that ``load_model`` left to be loaded in setup. Raise ConfigError if the checkpoint's
+        optimizer states do not match the optimizers. Collective."""
         waits, self._to_load = self._to_load, None
         self._waits_for_setup = False
         if waits is None:
@@ -309,8 +310,8 @@ class Checkpoints:
         self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """If a rank's module is on meta, return the tensors of the checkpoint to load, to shard these; else None.
-        Collective.
+        """If any rank's module has parameters on meta, return the tensors of the checkpoint that the run loads, from
+        which to shard the module; else None. Collective.
 
         Raises ConfigError if frozen parameters on meta get values neither from the checkpoint nor from ``init_from``.
         """
@@ -386,7 +387,7 @@ class Checkpoints:
 
 
 def _gathered_nbytes(engine: Engine) -> int:
-    """Return the bytes of all masters and optimizer states, whole."""
+    """Return the bytes of all masters and optimizer states, unsharded."""
     plans = [bucket.plan for bucket in engine.buckets]
     masters = sum(plan.layout.numel * plan.itemsizes.master for plan in plans)
     return masters + sum(
@@ -402,8 +403,8 @@ _LIGHTNINGS, _RANKS = "combined_loader", "lightning_zero_loaders"  # keys in the
 
 
 class LoaderStates:
-    """Saves where each rank's stateful loaders are in an epoch. (Lightning saves the states of rank 0's loaders, and
-    loads them on all ranks.) States are a list, which is empty when an epoch begins, and on a rank that has no more
+    """Saves the positions in an epoch of each rank's stateful loaders. (Lightning saves the states of rank 0's loaders,
+    and loads them on all ranks.) States are a list, which is empty when an epoch begins, and on a rank that has no more
     batches in the epoch.
 
     Attributes:
@@ -422,12 +423,12 @@ class LoaderStates:
         return taken
 
     def fit_ends(self, trainer: Any) -> None:
-        """Note states before Lightning resets loaders."""
+        """Note the states of loaders at the end of a fit, before Lightning resets the loaders."""
         if trainer is not None and trainer.fit_loop._data_fetcher is not None:
             self._last = uneven.states_to_save(trainer.fit_loop)
 
     def save(self, strategy: Any, checkpoint: dict[str, Any]) -> None:
-        """Put the states of all ranks into a checkpoint if they differ. Collective."""
+        """Put the states of this rank's loaders, or of all ranks' if they differ, into ``checkpoint``. Collective."""
         trainer = strategy.lightning_module._trainer
         if "loops" not in checkpoint or trainer is None:
             return
@@ -446,7 +447,8 @@ class LoaderStates:
             state[_RANKS] = found
 
     def load(self, strategy: Any, checkpoint: dict[str, Any], path: Any) -> None:
-        """Replace rank 0's states in ``checkpoint`` by this rank's states."""
+        """Replace rank 0's states of loaders in ``checkpoint`` by this rank's; if the number of ranks differs, only
+        warn."""
         state = _fit_loop(checkpoint)
         found = state.pop(_RANKS, None)
         if found is not None and len(found) != strategy.world_size:

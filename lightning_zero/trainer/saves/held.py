@@ -49,7 +49,7 @@ class SavedParameter:
 
 
 class _Calls:
-    """Is pickled as the result of ``make``."""
+    """Unpickles as the result of calling ``make``."""
 
     def __init__(self, make: partial[object]) -> None:
         self._make = make
@@ -86,8 +86,8 @@ def fake_values(fakes: FakeTensors, engine: Engine, wanted: Sequence[Value]) -> 
 
 
 def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
-    """Gather ``wanted`` on rank 0, and return them as parameters there. Equal tensors in ``content`` are shared, so
-    that a file holds them once. Collective."""
+    """Gather ``wanted`` on rank 0, and return a parameter for each value there, elsewhere {}. Equal tensors in
+    ``content`` are shared, so that a file holds them once. Collective."""
     whole = gathered(engine, wanted=engine.comm.rank == 0, only=set(wanted))
     found: dict[Value, object] = {}
     for value in wanted:
@@ -100,7 +100,7 @@ def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Va
 
 def values_in_folder(content: dict[str, Any], engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
     """Return parameters of zeros for ``wanted``. Put these parameters, and the :class:`TensorParts` with their values
-    (those of the state dict if they are equal), into ``content[HELD]``, by name, for the reader."""
+    (the state dict's if equal), into ``content[HELD]``, by name, for the reader."""
     parts = parts_by_value(engine)
     found: dict[Value, object] = {}
     for value in wanted:
@@ -122,7 +122,7 @@ def _named(content: Mapping[str, Any], names: Sequence[str]) -> list[Tensor]:
 
 
 class _Looking(pickle.Pickler):
-    """Looks for parameters of ``engine``, and for modules that hold some, in an object. Writes nothing."""
+    """Pickler that writes nothing and finds whether an object holds parameters of ``engine`` or modules with some."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ class _Looking(pickle.Pickler):
 
 
 class _Taken(pickle.Pickler):
-    """Holds entries of a checkpoint, pickled without tensors. ``wanted``: the parameters of ``engine`` among these."""
+    """Holds entries of a checkpoint, pickled without tensors. ``wanted``: the parameters of ``engine`` in them."""
 
     def __init__(self, engine: Engine) -> None:
         self._file = io.BytesIO()

@@ -45,7 +45,7 @@ class KeepsFiles(ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
     def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        """Remove a checkpoint. If ``last.ckpt`` links to it, do so only once the link leads to a newer checkpoint."""
+        """Remove ``filepath`` now or, if ``last.ckpt`` links to it, once the link leads to a newer checkpoint."""
         last = self.last_model_path
         leads_to_it = os.path.islink(last) and os.path.realpath(last) == os.path.realpath(filepath)
         if is_ours(trainer) and trainer.is_global_zero and leads_to_it:
@@ -54,7 +54,7 @@ class KeepsFiles(ModelCheckpoint):
             super()._remove_checkpoint(trainer, filepath)
 
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
-        """After background writes, replace the link ``last.ckpt`` atomically. Lightning would remove it at once."""
+        """Replace the link ``last.ckpt`` atomically, after background writes. Lightning would first remove the link."""
         if not is_ours(trainer):
             super()._link_checkpoint(trainer, filepath, linkpath)
             return
@@ -93,8 +93,8 @@ def _link(path: str, target: str) -> None:
 class NoteJob(Callback):
     """Notes in the run folder which job trains there, and which checkpoints the job writes.
 
-    A restarted job resumes from the last of these. It removes leftovers of its earlier start: unfinished files, and
-    checkpoints that their ModelCheckpoint does not know because the process was killed.
+    A restarted job resumes from the newest of these checkpoints. It removes what its earlier start left: unfinished
+    files, and checkpoints that no ModelCheckpoint lists, because the process was killed.
     """
 
     def __init__(self, run_dir: str) -> None:
@@ -123,7 +123,8 @@ class NoteJob(Callback):
                 print(f"removed files that an earlier start of {job_name()} left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Return each callback's ``last.ckpt`` of this job, by callback key. Else Lightning writes ``last-v1.ckpt``."""
+        """Return the path of each callback's existing ``last.ckpt`` that this job wrote, by callback key. A callback
+        that does not know this path writes ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             path = os.path.join(callback.dirpath or "", f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")
@@ -188,8 +189,8 @@ _fits = itertools.count(1)  # of this process. A restarted script calls them in 
 
 
 def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()) -> str | None:
-    """Return the newest checkpoint that an earlier start of this job wrote, equal on all ranks; None if there is none.
-    If there is one, print its path, and tell the strategy. ``folders``: where to look besides ``run_dir``."""
+    """Return the newest checkpoint that an earlier start of this job wrote in ``run_dir`` or ``folders``, equal on all
+    ranks; None if there is none. If there is one, print its path, and set ``run_plan.resumes_job``."""
     found = checkpoint_of_job(run_dir, folders)
     if found is None:
         return None
@@ -202,7 +203,7 @@ def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()
 
 @contextlib.contextmanager
 def in_own_job(trainer: pl.Trainer) -> Iterator[None]:
-    """In the body, a fit, let a job of the user's own script save in the job's folder, and resume from there."""
+    """Let the body, a fit in a job of the user's own script, save in the job's folder and resume from there."""
     run_dir = os.environ.get(RUN_DIR_VARIABLE)
     if not run_dir or job_name() is None or trainer.state.fn != TrainerFn.FITTING:
         yield

@@ -59,14 +59,14 @@ class RandomNumbers:
         self.watches = True
 
     def stop(self) -> None:
-        """Stop following the loops when the run ends. The run can still be saved."""
+        """Stop noting and setting generators when the run ends. Saves after the run still hold states."""
         self.watches = False
         self._made = None
 
     # -- what Lightning does, in this order -----------------------------------------------------------------------
 
     def before_iterator(self, loader: Any) -> None:
-        """Set the generators before a training loader makes its first iterator. Called for each training loader."""
+        """Set the random number generators, before the training loader ``loader`` makes its first iterator."""
         if self._fit_loop.is_resuming:  # Lightning sets the epoch later, when workers already have an order
             epoch = self._next_epoch()
             for owner in (loader, getattr(loader, "batch_sampler", None)):
@@ -131,7 +131,8 @@ class RandomNumbers:
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def row(self) -> Tensor:
-        """Return the generator states that this rank saves, "now" and "epoch", as one flat tensor."""
+        """Return the generator states ``now`` and ``epoch`` that this rank saves (see :class:`Saved`), as one flat
+        tensor."""
         fetched_only = self._fetching if self._trained == self._batches_trained else None
         now = fetched_only or self._now()
         return torch.cat([*now.as_tensors().values(), *(self._epoch or now).as_tensors().values()])

@@ -1,4 +1,4 @@
-"""Save one file from all ranks: rank 0 writes it with holes, then each rank writes its own ranges.
+"""Save one file from all ranks: rank 0 writes it with holes for tensors, then each rank writes its parts of tensors.
 
 ::
 
@@ -58,7 +58,7 @@ _HOOK = "on_save_checkpoint"
 
 
 class _Place(NamedTuple):
-    """Tells ranks where to write: the file, its inode and size, and each value's ranges of the file and dtypes."""
+    """Where ranks write: the unfinished file's path, inode and size, and each value's records in it with dtypes."""
 
     part: str
     identity: tuple[int, int]
@@ -101,7 +101,7 @@ class RangeSave:
         return self._of(lambda fakes: self.engine.state_dict(fakes=fakes, trainable_only=without_frozen))
 
     def copy_of_masters(self, storages: Sequence[MasterStorage]) -> dict[str, Any]:
-        """Return the module's state dict with the values in ``storages``, one storage per bucket, not the masters'."""
+        """Return the module's state dict with the values in ``storages``, one per bucket, instead of the masters."""
         without_frozen = self.engine.config.checkpoint.exclude_frozen
         return self._of(lambda fakes: fake_copy(self.engine, fakes, storages, trainable_only=without_frozen))
 
@@ -128,9 +128,11 @@ class RangeSave:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def _write(self, content: Any, fakes: FakeTensors, *, keep: bool) -> dict[int, Tensor]:
-        """Write ``content``, with values in place of ``fakes``. If that fails, raise on all ranks. Collective.
+        """Write ``content``, with values in place of the tensors of ``fakes``. If writing fails, raise on all ranks.
+        Collective.
 
-        Without ``keep``, unlink the file after the write, and return its tensors, mapped into memory, on rank 0.
+        With ``keep`` return {}. Else unlink the file after the write, and return on rank 0 its tensors, mapped into
+        memory.
         """
         begun: list[tuple[Part, Skeleton, list[Piece]]] = []  # on rank 0
 
@@ -200,7 +202,8 @@ class RangeSave:
 
     @outside_autograd
     def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
-        """Write all ranks' ranges on rank 0. If a write fails, receive the rest before raising. Collective."""
+        """Write all ranks' ranges on rank 0, and return the pieces written. If a write fails, receive the remaining
+        ranges before raising. Collective."""
         done: list[Piece] = []
         errors: list[Exception] = []
         total = sum(hole.nbytes for holes in place.holes.values() for hole, _ in holes)
@@ -249,14 +252,13 @@ def _telling(did: Did, write: WriteAt) -> WriteAt:
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    """Return the file's inode and size. They tell it from a file of the same name on another node."""
+    """Return the file's inode and size, by which a rank recognizes that it sees the same file as rank 0."""
     found = os.fstat(fd)
     return found.st_ino, found.st_size
 
 
 def _open(place: _Place) -> int | None:
-    """Open the file that rank 0 has made, and return its descriptor. Return None if this rank finds another file of
-    that name, or none."""
+    """Open the file that rank 0 has made and return its descriptor; None if this rank does not see the same file."""
     try:
         fd = os.open(place.part, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

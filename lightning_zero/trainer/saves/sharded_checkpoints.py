@@ -78,7 +78,7 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
 
 
 def _checked(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an optimizer's state dict. Raise ConfigError if keys inside are no text, as a folder would change them."""
+    """Return an optimizer's state dict. Raise ConfigError if a key inside is no string, as a folder would change it."""
     inside = [*optimizer.get("state", {}).values(), *optimizer.get("param_groups", ())]
     for value in inside:  # the loop adds the values inside of each value
         if isinstance(value, Mapping):
@@ -102,7 +102,7 @@ def _has_parts(value: Any) -> bool:
 def read(
     path: Any, weights_only: bool | None, *, of_trainer: bool = True, long_work: LongWork = SILENT
 ) -> dict[str, Any]:
-    """Return the checkpoint of Lightning that is in a folder of ours, or of Lightning's FSDP strategies.
+    """Return the checkpoint in a folder that this package or Lightning's FSDP strategies wrote, as Lightning loads it.
 
     Its tensors are :class:`~lightning_zero.pretrained.stored.StoredTensor` s, whose values are not read yet.
     ``of_trainer``: name the module's entry as in checkpoints of the Trainer.
@@ -124,8 +124,8 @@ def read(
 
 
 def read_module(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Return the checkpoint as :func:`read` does, with the values of the module's tensors, for a process that has no
-    Trainer. ``map_location``: a device; the other forms of torch.load's leave all on the CPU, where the values are."""
+    """Return the checkpoint as :func:`read` does, but with the values of the module's tensors, for a process without a
+    Trainer. ``map_location``: a device; functions and mappings, as torch.load takes, leave tensors on the CPU."""
     checkpoint = read(path, weights_only)
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
     state, made = checkpoint[MODULE], dict[int, Tensor]()

@@ -32,7 +32,8 @@ def save_state(bench: Bench) -> Any:
     """What the other model gives"""
     module = bench.fit().module
     if dist.get_rank() == 0:
-        torch.save(module.state_dict(), bench.root / "weights.pt")
+        torch.save(module.state_dict(), file := bench.root / "weights.pt")
+        assert file.stat().st_size < 3 * sum(v.nbytes for v in module.state_dict().values()) + 10_000
     dist.barrier()
     other = seeded(Lit, 5)
     other.load_state_dict(torch.load(bench.root / "weights.pt"))

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger, Logger, rank_zero_experiment
-from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
+from torch import nn
+from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat
 
 from tests.lightning_table.bench import Bench
 from tests.lightning_table.table import heading
@@ -47,10 +49,30 @@ def log(bench: Bench) -> Any:
     return ran.seen, [{k: float(v) for k, v in sorted(m.items())} for m in metrics], rows
 
 
-@feature("torchmetrics as submodules")
+class Distance(Metric):
+    """A metric with a network, as FID, LPIPS and BERTScore are."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).eval().requires_grad_(False)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("seen", [], dist_reduce_fx="cat")
+
+    def update(self, x: torch.Tensor) -> None:
+        self.total += self.net(x).double().square().sum()
+        self.seen.append(x)
+
+    def compute(self) -> torch.Tensor:
+        return self.total / len(dim_zero_cat(self.seen))
+
+
+@feature("torchmetrics as submodules", fit={"ddp": {"find_unused_parameters": True}})
 class Measures(Lit):
     def __init__(self) -> None:
         super().__init__()
+        self.distance, self.more = Distance(), MetricCollection([Distance(), MeanMetric()])
         self.train_mse = MeanSquaredError()
         self.val_metrics = MetricCollection({"mse": MeanSquaredError(), "mean": MeanMetric()}, prefix="val_")
         self.val_metrics.persistent(True)
@@ -58,17 +80,24 @@ class Measures(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
             self.train_mse(self(batch[0]), batch[1])
-        self.log("train_mse", self.train_mse, on_step=True, on_epoch=True)
+        self.distance.update(batch[1])
+        self.log_dict({"train_mse": self.train_mse, "distance": self.distance}, on_step=True, on_epoch=True)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         out = self(batch[0])
+        self.more.update(batch[1])
+        self.log_dict(dict(self.more.items()))
         self.val_metrics["mse"].update(out, batch[1])
         self.val_metrics["mean"].update(out)
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.val_metrics.compute())
         self.val_metrics.reset()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.to(self.device)  # changes nothing
 
 
 @feature("CSVLogger")
