@@ -268,8 +268,9 @@ def drop_values_of_ours(cfg: DictConfig) -> None:
 
 
 def _own(node: dict[Any, Any], path: str, given: Set[str], of_files: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the entries of ``node``, at ``path``, that the user has set: on the command line (``given``: keys), or in
-    files (``of_files``: values by key, which replace values of this package's experiments)."""
+    """Return the entries of ``node`` that the user has set on the command line or in files, those that link to such a
+    key, and a part's ``_target_``. ``path``: key of ``node``. ``given``: keys of the command line. ``of_files``: values
+    by key, which the entries set in files get, because an experiment of this package may have replaced them."""
     kept = {}
     for key, value in node.items():
         inner = f"{path}.{key}"

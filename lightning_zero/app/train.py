@@ -308,7 +308,8 @@ def train_config(cfg: DictConfig) -> TrainConfig:
 def refusals() -> Iterator[None]:
     """Turn the body's errors about the configuration into a printed sentence and exit code 2.
 
-    Errors of disks and other ranks also become a sentence, with exit code 1.
+    Errors about a full or read-only disk, about another rank, and of a save that failed on all ranks also become a
+    sentence, with exit code 1.
     """
     global _entered
     _entered = True

@@ -243,7 +243,7 @@ class Waits:
             self._watchdog.tell(error)
 
     def forget_failures(self) -> None:
-        """Forget which ranks failed in an earlier run, at the start of a run. Collective."""
+        """Forget which ranks failed in an earlier run. Call this when the next run of an engine starts. Collective."""
         if self._watchdog is not None:
             self._watchdog.peers.forget()
 

@@ -288,7 +288,8 @@ class Watchdog:
             self._threads["leaves"].join(ANSWER_S)
 
     def stop(self) -> None:
-        """Post that this rank leaves, and end the threads; not if another rank is gone, as later calls may hang."""
+        """Post that this rank leaves, and end the threads. If another rank is gone, keep the threads, which end this
+        process if a later call hangs."""
         self.leave()
         if self._gone is None:
             self._stop.set()

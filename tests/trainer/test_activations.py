@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine.units.describe import describe_units
@@ -36,6 +38,28 @@ from tests.trainer.step_peak import StepPeak
 from tests.trainer.toys import trainer
 
 pytestmark = pytest.mark.full
+
+
+class Classifier(pl.LightningModule):
+    """With a metric of torchmetrics, which counts classes by their values."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+        self.accuracy = MetricCollection([MulticlassAccuracy(5), MulticlassF1Score(5)]) if counts else None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found = self.net(batch[0])
+        if self.accuracy is not None:
+            self.log_dict(self.accuracy(found, batch[1]))
+        return F.cross_entropy(found, batch[1])
+
+
+@on_ranks(1)
+def test_metrics_keep_no_activations() -> None:
+    batch = torch.randn(4, 8), torch.randint(5, (4,))
+    counts, plain = (measure(Classifier(each), batch, make_config(), Precision.fp32) for each in (True, False))
+    assert counts == plain
 
 
 class UNet(pl.LightningModule):

@@ -208,7 +208,8 @@ class Snapshot:
         return span.copy[part.start - span.start : part.stop - span.start]
 
     def close(self) -> None:
-        """Let writes to the storages continue, and move the host memory to ``spare``. A second call does nothing."""
+        """Let writes to the storages continue. Put this snapshot's host memory into the constructor's list ``spare``,
+        and free the memory that was there. A second call does nothing."""
         if not self._copied.done():
             self._copied.set_result(None)
         if self._spans:

@@ -78,8 +78,8 @@ class Owner(Protocol):
         ...
 
     def takes_grad(self, param: nn.Parameter, value: Tensor) -> bool:
-        """For `param.grad = value`, where torch would refuse the dtype of `value`: store `value` as the gradient and
-        return True if the dtype is that of the masters, else return False."""
+        """Called for `param.grad = value` if torch would refuse the dtype of `value`. If `value` has the dtype of the
+        masters and no backward is running, store it as the gradient and return True; otherwise return False."""
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:

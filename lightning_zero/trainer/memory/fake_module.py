@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from torchmetrics import Metric
 
 from lightning_zero.engine.units.describe import UnitGroup
 from lightning_zero.lightning_api import LightningEnvironment, isolate_rng, pl
@@ -103,6 +104,13 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
     module.__dict__["manual_backward"] = lambda loss, *_, **__: backward(loss)
     module.__dict__["lr_schedulers"] = lambda: None
     module.__dict__["all_gather"] = lambda data, *_, **__: data
+    for metric in (inner for inner in module.modules() if isinstance(inner, Metric)):
+        # Metrics keep no activations, and many of them need values: counts of classes, for example.
+        vars(metric).update(update=MethodType(nothing, metric), forward=_zero, compute=_zero)
+
+
+def _zero(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros(())
 
 
 def give_fake_optimizers(module: pl.LightningModule) -> None:
