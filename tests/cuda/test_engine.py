@@ -238,7 +238,7 @@ def trains_without(
 ) -> None:
     os.environ["LATE_CUDA_LOG"] = str(folder / "said")
     with without(target, line):
-        if ".snapshot:" in target:
+        if ":Snapshot." in target:
             keeps(folder, row, stage)
         else:
             trains(row, stage, folder, order)
