@@ -353,7 +353,7 @@ def test_a_picture_has_every_row(command: Any, tmp_path: Path) -> None:
     assert {f.name for f in tmp_path.iterdir()} == {"plan.png", "plan.svg"}
     picture = (tmp_path / "plan.svg").read_text()
     assert all(f"{stage.value} + {offload.value}" in picture for stage, offload in allowed_rows())
-    assert "each GPU" in picture and "79.0G there" in picture and "optimizer state" in picture
+    assert "each GPU" in picture and "79.0G available" in picture and "optimizer state" in picture
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 

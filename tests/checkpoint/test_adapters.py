@@ -116,8 +116,13 @@ def test_adapters_are_exported_as_peft_writes_them(kind: str, tmp_path: Path) ->
         assert torch.equal(written[name], value) and torch.equal(streamed[name], value), name
     if kind == "allocated":
         return
-    folder = tmp_path / "out" / next(iter(model.peft_config)).replace("default", "")
-    again = peft.PeftModel.from_pretrained(load(), folder).eval()
+    # Not with ``alone``: PEFT writes what a prefix encoder computes, for one prefix, and so in another order of sums.
+    adapter = next(iter(model.peft_config)).replace("default", "")
+    folders = tmp_path / "out", tmp_path / "alone" / str(torch.distributed.get_rank())
     with torch.no_grad():
-        assert torch.equal(again(TOKENS).logits, alone(TOKENS).logits)
+        again, own = (
+            peft.PeftModel.from_pretrained(load(), folder / adapter).eval()(TOKENS).logits for folder in folders
+        )
+    assert torch.equal(again, own)
+    torch.testing.assert_close(again, alone(TOKENS).logits)
     engine.release()
