@@ -308,9 +308,10 @@ def destroy_process_group() -> None:
                 work.wait(timedelta(seconds=EXIT_BARRIER_S))
             dist.destroy_process_group()
             return
-    for group in dist.distributed_c10d._world.pg_map:
-        if dist.get_backend(group) == "gloo":
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # keeps the group from its destructor
+    with contextlib.suppress(Exception):
+        for group in dist.distributed_c10d._world.pg_map:
+            if dist.get_backend(group) == "gloo":
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # keeps the group from its destructor
 
 
 # -- what a launcher has started, as the environment of this process says ----------------------------------------------

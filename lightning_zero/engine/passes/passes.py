@@ -59,7 +59,7 @@ class Passes:
         self.after_step = AfterStep(units, comm.streams, cores)
         self.reducer = Reducer(units.buckets, comm, config.reduce_bucket_bytes)
         self.order = GatherOrder(units, comm, self.reducer, self.after_step, config)
-        self.writes, self.buffers = Writes(units.buckets, comm), BufferSync(module, comm)
+        self.writes, self.buffers = Writes(module, units.buckets, comm, config), BufferSync(module, comm)
         most = config.optimizer.skip_nonfinite
         self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed, most_overflows=most)
         self.between = Between(units, comm, self.writes, most_bytes=config.prefetch_bytes, settle=self._settle)

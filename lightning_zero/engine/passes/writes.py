@@ -26,7 +26,7 @@ from lightning_zero.engine.units.master_storage import opened
 from lightning_zero.engine.units.param import ParamInfo, give_own_memory, values_changed
 from lightning_zero.engine.units.param_store import placeholders
 from lightning_zero.mesh.split import Split
-from lightning_zero.settings import PrecisionConfig
+from lightning_zero.settings import ZeroConfig
 
 CHUNK = 1 << 14  # elements per step of a checksum on a CPU, whose cache holds them; 64 times as many on a device
 SMALL_NBYTES = 1 << 22  # of buffers that are compared in every step
@@ -110,9 +110,10 @@ class Writes:
         weight.data = value     calls :meth:`replace`
     """
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Communicator) -> None:
+    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig) -> None:
         self._buckets = buckets
         self._comm = comm
+        self._root, self._fp32_modules = type(module).__name__, config.precision.fp32_modules
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
         self._read: dict[_Key, list[ReferenceType[Tensor]]] = {}  # results of ``.data``, which users may still hold
@@ -226,10 +227,11 @@ class Writes:
         if bucket.dtypes.compute.itemsize >= info.dtype.itemsize:
             return
         used, lost = bucket.dtypes.compute, round(4 / torch.finfo(bucket.dtypes.compute).eps)
-        whole = [*PrecisionConfig().fp32_modules, f"{info.fqn.partition('.')[0]}.*"]
+        child, dot, _ = info.fqn.partition(".")
+        whole = [*self._fp32_modules, f"{child}.*" if dot else self._root]  # whole, as setting it replaces the list
         says = (
             f"{info.fqn}: expected a write to fp32 values, got one to values in {used}, which loses changes below "
-            f"1/{lost} of a value. Set zero.precision.fp32_modules={whole}, which replaces the list of now"
+            f"1/{lost} of a value. Set zero.precision.fp32_modules={whole}"
         )
         if not (bucket.plan.trainable or in_gather):
             raise RuntimeError(f"{says}.")
