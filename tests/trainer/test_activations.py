@@ -52,6 +52,8 @@ class Classifier(pl.LightningModule):
         found = self.net(batch[0])
         if self.accuracy is not None:
             self.log_dict(self.accuracy(found, batch[1]))
+            self.accuracy.update(found, batch[1])
+            self.log("both", sum(self.accuracy.compute().values()))
         return F.cross_entropy(found, batch[1])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_zero.engine.units.describe import UnitGroup
 from lightning_zero.lightning_api import LightningEnvironment, isolate_rng, pl
@@ -104,9 +104,11 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
     module.__dict__["manual_backward"] = lambda loss, *_, **__: backward(loss)
     module.__dict__["lr_schedulers"] = lambda: None
     module.__dict__["all_gather"] = lambda data, *_, **__: data
-    for metric in (inner for inner in module.modules() if isinstance(inner, Metric)):
+    for metric in (inner for inner in module.modules() if isinstance(inner, Metric | MetricCollection)):
         # Metrics keep no activations, and many of them need values: counts of classes, for example.
-        vars(metric).update(update=MethodType(nothing, metric), forward=_zero, compute=_zero)
+        vars(metric).update(update=MethodType(nothing, metric))
+        if isinstance(metric, Metric):
+            vars(metric).update(forward=_zero, compute=_zero)
 
 
 def _zero(*_: Any, **__: Any) -> torch.Tensor:
