@@ -111,8 +111,7 @@ class Writes:
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig) -> None:
-        self._buckets = buckets
-        self._comm = comm
+        self._buckets, self._comm = buckets, comm
         self._root, self._fp32_modules = type(module).__name__, config.precision.fp32_modules
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
@@ -227,11 +226,10 @@ class Writes:
         if bucket.dtypes.compute.itemsize >= info.dtype.itemsize:
             return
         used, lost = bucket.dtypes.compute, round(4 / torch.finfo(bucket.dtypes.compute).eps)
-        child, dot, _ = info.fqn.partition(".")
-        whole = [*self._fp32_modules, f"{child}.*" if dot else self._root]  # whole, as setting it replaces the list
+        owner = f"{info.fqn.partition('.')[0]}.*" if "." in info.fqn else self._root
         says = (
             f"{info.fqn}: expected a write to fp32 values, got one to values in {used}, which loses changes below "
-            f"1/{lost} of a value. Set zero.precision.fp32_modules={whole}"
+            f"1/{lost} of a value. Set zero.precision.fp32_modules={[*self._fp32_modules, owner]}"
         )
         if not (bucket.plan.trainable or in_gather):
             raise RuntimeError(f"{says}.")

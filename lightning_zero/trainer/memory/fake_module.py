@@ -99,6 +99,8 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
 
     def nothing(self: Any, *_: Any, **__: Any) -> None: ...
 
+    zero = lambda *_, **__: torch.zeros(())  # noqa: E731
+
     for name in ("log", "log_dict", "print", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
         module.__dict__[name] = MethodType(nothing, module)
     module.__dict__["manual_backward"] = lambda loss, *_, **__: backward(loss)
@@ -108,11 +110,7 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
         # Metrics keep no activations, and many of them need values: counts of classes, for example.
         vars(metric).update(update=MethodType(nothing, metric))
         if isinstance(metric, Metric):
-            vars(metric).update(forward=_zero, compute=_zero)
-
-
-def _zero(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.zeros(())
+            vars(metric).update(forward=zero, compute=zero)
 
 
 def give_fake_optimizers(module: pl.LightningModule) -> None:
