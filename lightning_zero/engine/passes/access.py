@@ -55,6 +55,7 @@ class Access:
         # Our hooks miss some uses of a buffer: weights that autograd saved without them, and results that are views.
         tensors = [t for t in find_tensors(result) if not any(t is p for p in params)]
         for unit in brought:
+            unit.in_graph |= saves
             keep = (saves and not hooked) or any(saved.owner_of(t) is unit for t in tensors)
             self._passes.borrowed(unit, keep=keep)
         return result
@@ -105,7 +106,9 @@ class Access:
         # Another rank may wait for this unit's param sync. And a gather under way would overwrite the new values.
         self._passes.after_step.sync_params(unit)
         unit.unshard_wait()
-        self._passes.writes.replace(place, value)
+        # Autograd saves weights of units that stay gathered unnoticed.
+        may_be_saved = unit.in_graph or not (unit.index and place.bucket.plan.reshards)
+        self._passes.writes.replace(place, value, at_end=self._passes.key is not None and may_be_saved)
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str, *, saves: bool = False) -> list[Unit]:

@@ -298,6 +298,7 @@ class Hooks:
             self._raised()
             raise
         may_be_dropped = unit.index > 0 and unit.reshards and torch.is_grad_enabled()
+        unit.in_graph |= may_be_dropped
         saving = passes.saved.hooked() if may_be_dropped and hooks_allowed() else None
         # torch keeps saved-tensor hooks on a stack, so :meth:`_post_forward` pops only the last entry of this list.
         self._running.append(_Running(unit, saving, sys.exc_info()[1], (passes.saved.count, unit.saved)))

@@ -113,7 +113,6 @@ class Passes:
         # Evaluations repeat one path and are not numbered.
         full_key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
         self._enter(Phase.FORWARD)
-        self.writes.assigned.clear()
         self._open = OpenPass(full_key, evaluates=evaluation, ends_with_call=owner is not None)
         self.comm.waits.place = f"pass {full_key}"
         self.order.begin(full_key, cyclic=evaluation)
@@ -181,6 +180,7 @@ class Passes:
             else:
                 # Another rank may use units that this rank does not use. Their param syncs need this rank, too.
                 self.after_step.sync_all_params()
+            self.writes.take_assigned()
             self.order.end()
             self._close()
 
@@ -237,6 +237,7 @@ class Passes:
         self.between.pass_ends()
         # not ``_enter``: an exception may come in any phase
         self.phase, self._open, self._stepped = Phase.BETWEEN, OpenPass(None), False
+        self.writes.take_assigned()
 
     @outside_autograd
     def leave(self) -> None:
@@ -394,7 +395,7 @@ class Passes:
             self._end_backward()
         except BaseException as error:
             self.abort()
-            explain_weights(error, self.units, self.writes.assigned)
+            explain_weights(error, self.units)
             raise
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

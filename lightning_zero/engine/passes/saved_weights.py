@@ -13,12 +13,12 @@ refer to the engine weakly.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _autograd
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
@@ -141,7 +141,7 @@ class SavedWeights:
         # Someone looks at the graph, and the weights are dropped. Reading the view could crash, so return NaN.
         if unit is not None and not self._needed(unit):
             return tensor.new_full((), float("nan")).expand(tensor.shape)
-        if unit is not None and self.owner_of(tensor) is None:
+        if unit is not None and self.owner_of(tensor) is None and not isinstance(tensor, nn.Parameter):
             raise RuntimeError(
                 f"unit {unit.title}: expected a graph whose weights can be gathered again, got a graph that is older "
                 "than an exception that ended a gather of its weights. Run the forward again before the backward."
@@ -155,10 +155,9 @@ class SavedWeights:
         return tensor
 
 
-def explain_weights(error: BaseException, units: Sequence[Unit], assigned: Mapping[str, str]) -> None:
-    """Explain ``error``, raised in a backward. Raise a RuntimeError from ``error`` if it says that weights were freed,
-    or were changed and ``assigned`` (names of parameters with lines of code) is not empty. If weights were changed in
-    another way, add a note to ``error``."""
+def explain_weights(error: BaseException, units: Sequence[Unit]) -> None:
+    """Explain ``error``, raised in a backward. Raise a RuntimeError from ``error`` if it says that weights were freed.
+    If weights were changed, add a note to ``error``."""
     if not isinstance(error, RuntimeError):
         return
     if any(words in str(error) for words in _DROPPED):
@@ -168,12 +167,6 @@ def explain_weights(error: BaseException, units: Sequence[Unit], assigned: Mappi
             "the unit by another way than its outputs, the graph was walked a second time (retain_graph), or a view of "
             "a weight was kept in an attribute of ctx or by hooks of saved tensors. Return the tensor from the unit's "
             "forward; save the weight itself by ctx.save_for_backward; or choose other units with zero.unit.classes."
-        ) from error
-    if _CHANGED in str(error) and assigned:
-        names = ", ".join(f"{name}.data = ... ({line})" for name, line in assigned.items())
-        raise RuntimeError(
-            f"{names}: assigned between a forward that used the parameter and its backward ({_CHANGED}). "
-            "Assign it after the backward; or write param.data.copy_(value), and the backward uses the new values."
         ) from error
     if _CHANGED in str(error) and any(unit.reshards for unit in units):
         error.add_note(_READ_OUTSIDE)

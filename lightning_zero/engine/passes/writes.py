@@ -7,7 +7,6 @@ See [Note: masters during an offloaded step]: a write is copied to the masters a
 from __future__ import annotations
 
 import contextlib
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from weakref import ReferenceType, ref
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-import lightning_zero
 from lightning_zero.comm.agreements import digest_of, is_same
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -31,8 +29,6 @@ from lightning_zero.settings import ZeroConfig
 CHUNK = 1 << 14  # elements per step of a checksum on a CPU, whose cache holds them; 64 times as many on a device
 SMALL_NBYTES = 1 << 22  # of buffers that are compared in every step
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_PACKAGE = lightning_zero.__path__[0]
 
 _Key = tuple[int, int]  # bucket, slot
 
@@ -108,6 +104,14 @@ class Writes:
         weight.clamp_()         increments the parameter's ``_version``
         weight.data.clamp_()    does not: the checksum differs from one taken when ``.data`` was read
         weight.data = value     calls :meth:`replace`
+
+    [Note: assignments in a pass]
+    Under torch ``param.data = value`` between a forward and its backward gives the parameter other memory and does not
+    increment its version. The backward then uses the new values where autograd has saved the parameter itself (a
+    convolution), and the old values where autograd has saved a view (``weight.t()`` of a linear layer). So the engine,
+    too, gives the parameter memory of its own until the pass ends, and the full buffer and the masters keep the old
+    values until then. If autograd can have saved nothing of the unit (a teacher without gradients), the masters get the
+    new values at once, and the parameter needs no such memory.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig) -> None:
@@ -119,7 +123,7 @@ class Writes:
         # Of each parameter that this rank has written: checksums of its own part before, and of the whole one after.
         self.unconfirmed: dict[_Key, tuple[int, int]] = {}
         self.write_backs: list[Callable[[], None]] = []  # what each open gather() does at its end
-        self.assigned: dict[str, str] = {}  # who got other ``.data`` in the open pass, and in which line of code
+        self._unrounded: dict[_Key, Tensor] = {}  # of what was assigned in the open pass, in another dtype
         self._warned = False  # of a write that was rounded
         self._warned_of_views = False
 
@@ -163,9 +167,9 @@ class Writes:
             written += [info for info in self._written_late(bucket) if info not in written]
         if written or bucket in self._handed_out:
             self.forget(bucket)
-        for info in written:
-            self.note_rounded(bucket, info)
-        if written:
+        if written := [info for info in written if info.slot not in bucket.assigned]:
+            for info in written:
+                self.note_rounded(bucket, info)
             self._copy_to_masters(bucket, written)
         if drops and self._read:
             for info in bucket.params:
@@ -205,6 +209,7 @@ class Writes:
         return [values for values in known if values is not None]
 
     def take_all_over(self) -> None:
+        self.take_assigned()
         for bucket in self._buckets:
             self.take_over(bucket)
 
@@ -237,34 +242,64 @@ class Writes:
         if self._comm.rank == 0 and not warned:
             warnings.warn(f"{says}{'' if in_gather else ', or write inside lightning_zero.gather()'}.", stacklevel=2)
 
-    def replace(self, place: Place, value: Tensor) -> None:
-        """Perform ``param.data = value`` for the parameter at ``place``: write this rank's elements of ``value`` to the
-        masters and, if gathered, all elements to the gathered parameter."""
+    def replace(self, place: Place, value: Tensor, *, at_end: bool = False) -> None:
+        """Perform ``param.data = value`` for the parameter at ``place``. ``at_end``: give the parameter memory of its
+        own until :meth:`take_assigned`. See [Note: assignments in a pass]."""
         bucket, info = place
         self.take_over(bucket)
         if not bucket.plan.trainable or value.dtype == bucket.dtypes.compute:
             self.note_rounded(bucket, info)
-        compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
+        value = value.detach()
+        if not at_end:
+            self._replace(place, value)
+            return
+        own = torch.empty_strided(info.shape, info.strides, dtype=bucket.dtypes.compute, device=bucket.comm.device)
+        bucket.assigned[info.slot] = own.copy_(value)
+        self._unrounded[self._number[bucket], info.slot] = own if value.dtype == own.dtype else value.clone()
+        if bucket.shown is Shown.GATHERED:
+            bucket.show(gathered=True)
+
+    def take_assigned(self) -> None:
+        """At the end of a pass, copy values that users have assigned to ``.data`` in the pass to the masters. Point the
+        parameters at the full buffer again."""
+        for bucket in self._buckets:
+            if not bucket.assigned:
+                continue
+            self.take_over(bucket)
+            assigned, bucket.assigned = bucket.assigned, {}
+            if bucket.shown is Shown.GATHERED:
+                bucket.show(gathered=True)
+            for slot, own in assigned.items():
+                # Users may have written to the rounded values since.
+                value = self._unrounded.pop((self._number[bucket], slot))
+                self._replace(
+                    Place(bucket, bucket.params[slot]),
+                    own if value is own else torch.where(own == value.to(own), value.to(own.device), own),
+                    own,
+                )
+
+    def _replace(self, place: Place, value: Tensor, own: Tensor | None = None) -> None:
+        """Write this rank's elements of ``value`` to the masters and, if gathered, all elements to the parameter. Under
+        torch an assignment to ``.data`` leaves earlier results of ``.data`` as they are; later ones, in memory of the
+        parameter's ``own``, follow the parameter."""
+        bucket, info = place
+        compute = value.to(bucket.comm.device, bucket.dtypes.compute)
         before = bucket.own_compute_params()
         self._note(bucket, info, before, compute)
-        # Values that are equal but for rounding (weights clamped in each forward, averages of a weight with itself)
-        # leave the version, so that open graphs stay valid. torch's would read the new values, or the old ones where a
-        # kernel has saved a view.
-        rounding = 4 * torch.finfo(compute.dtype).eps if compute.is_floating_point() else 0.0
         shown = info.gathered if bucket.shown is Shown.GATHERED else None
-        same = shown is not None and torch.allclose(shown, compute, rtol=rounding, atol=0.0)
-        for values in self._still_held(bucket, info) if shown is not None else ():
-            give_own_memory(values)  # under torch an assignment to .data leaves earlier results of .data as they are
+        held = self._still_held(bucket, info)
+        later = [values for values in held if own is not None and values.data_ptr() == own.data_ptr()]
+        for values in held if shown is not None else ():
+            give_own_memory(values)
         with opened(bucket.storage, changed=True):
-            bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
+            bucket.write_master(info, value, before=before if value.dtype == compute.dtype else None)
             bucket.copy_master_to_params()
         if shown is not None:
             shown.copy_(compute)
-        if not same:
-            values_changed([info])
-            frames = (f for f, _ in traceback.walk_stack(None) if not f.f_code.co_filename.startswith(_PACKAGE))
-            caller = next(frames)
-            self.assigned[info.fqn] = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        values_changed([info])
+        for values in later:
+            values.data = placeholders([info.shape], compute.dtype, compute.device)[0] if shown is None else shown
+            self.hand_out(place, values)
 
     # -- do all ranks write the same? -----------------------------------------------------------------------------
 

@@ -139,6 +139,7 @@ class Bucket:
         plan, dtypes, comm = self.plan, self.dtypes, self.comm
         self.awaited_step = AwaitedStep()
         self.shown = Shown.GATHERED
+        self.assigned: dict[int, Tensor] = {}  # slot -> values that users' code has assigned in the open pass
         self._gathered = True  # the last argument of `show`, to which `hide_whole` returns
         self.hides_rounded = False  # between steps: a use of the gathered values, which are rounded, needs masters
         self._copied: Event = None  # event after the last copy that an offloaded step made to the device
@@ -473,7 +474,8 @@ class Bucket:
             return
         if gathered:
             self._enter(Shown.GATHERED)
-            set_values(self.params, self._views, "absent" if self.hides_rounded else "present")
+            values = [*(dict(enumerate(self._views)) | self.assigned).values()] if self.assigned else self._views
+            set_values(self.params, values, "absent" if self.hides_rounded else "present")
             return
         if not self._placeholders:
             shapes = [info.shape for info in self.params]

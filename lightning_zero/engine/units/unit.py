@@ -48,6 +48,7 @@ class Unit:
     arrived: int = 0  # number of these gradients that have arrived since the unit was last dropped
     calls: set[int] = field(default_factory=set)  # open calls: they need frozen weights for gradients of their inputs
     saved: int = 0  # number of times that `passes/saved_weights.py` has seen autograd save one of its weights
+    in_graph: bool = False  # autograd may have saved weights in the open pass, or views of weights
     is_held: bool = False  # stays gathered until the pass ends: users' code or autograd may hold views of the values
     keeps_node_slices: bool = False  # in a pass with a backward: each drop keeps a slice for the node (NodeShard)
     gathers_in_node: bool = False  # the next gather takes the slices that this node's ranks have kept in this pass
@@ -174,7 +175,7 @@ class Unit:
     def pass_ends(self, deadline: float | None = None) -> None:
         """End a pass: drop the unit and slices kept for the node. `deadline`: after an exception; see
         :meth:`abandon`."""
-        self.keeps_node_slices = self.is_held = False
+        self.keeps_node_slices = self.is_held = self.in_graph = False
         self.calls.clear()
         if deadline is None:
             self.drop()
