@@ -366,7 +366,9 @@ def _refuse(message: str, *, final: bool = True) -> None:
 
 def start(task: Callable[[], Any], config_name: str = "train") -> None:
     """Compose the configuration ``config_name``, call the Hydra app ``task``. Errors in settings exit with code 2."""
+    global _entered
     register_schema()  # in case the Hydra plugin is not found
+    _entered = False
     try:
         sweep.check_packages(sys.argv[1:])
         with hydra_raises():

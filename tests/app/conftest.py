@@ -18,13 +18,10 @@ def in_process(
     """Runs the command of a module with overrides, in an empty folder: exit code, stdout and stderr."""
     from hydra.core.global_hydra import GlobalHydra
 
-    from lightning_zero.app import train
-
     monkeypatch.chdir(tmp_path)
 
     def run(module: ModuleType, *overrides: str) -> tuple[int, str, str]:
         GlobalHydra.instance().clear()
-        monkeypatch.setattr(train, "_entered", False)
         monkeypatch.setattr(sys, "argv", [module.__name__.rpartition(".")[2], *overrides])
         code: Any = 0
         try:
