@@ -33,6 +33,7 @@ class WholeTensor:
     owner: int  # the rank of its shard group that steps it and saves its state
     group: int
     place: int  # index in the param group
+    together: bool = False  # one rank owns all tensors of the optimizer
     full_param: nn.Parameter | None = None  # on ranks that step it
 
     @property
@@ -47,12 +48,17 @@ class WholeTensor:
         return self.bucket.plan.shards_master and self.bucket.comm.shard.size > 1
 
     @property
+    def is_broadcast(self) -> bool:
+        """Return whether all ranks have the tensor's masters, and get new values from the owner."""
+        return self.together and not self.bucket.plan.shards_master and self.bucket.comm.shard.size > 1
+
+    @property
     def is_owner(self) -> bool:
         return self.owner == self.bucket.comm.shard.index
 
     @property
     def is_here(self) -> bool:
-        return not self.bucket.plan.shards_master or self.is_owner
+        return self.is_owner or not (self.together or self.bucket.plan.shards_master)
 
 
 Key = tuple[Bucket, int]  # bucket and slot
@@ -116,15 +122,15 @@ class Owned:
 
     # -- values of a step -----------------------------------------------------------------------------------------
 
-    def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None) -> None:
-        """Let the full parameter of ``tensor`` have ``values`` [shape] and ``grad`` for a step. If the state is stored
-        off the device of ``values``, copy the state to that device."""
+    def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None, *, state: bool) -> None:
+        """Let the full parameter of ``tensor`` have ``values`` [shape] and ``grad`` for a step. With ``state``, if the
+        state is stored off the device of ``values``, copy the state to that device."""
         tensor.key.data = values
         tensor.key.grad = grad
-        state = self.state(tensor)
-        if state and values.device.type != "cpu" and tensor.bucket.plan.storage_tier is not Tier.device:
-            self._at_rest[tensor] = dict(leaves_of(state))
-            self.optimizer.state[tensor.key] = map_leaves(state, lambda _, leaf: leaf.to(values.device))
+        found = self.state(tensor) if state else {}
+        if found and values.device.type != "cpu" and tensor.bucket.plan.storage_tier is not Tier.device:
+            self._at_rest[tensor] = dict(leaves_of(found))
+            self.optimizer.state[tensor.key] = map_leaves(found, lambda _, leaf: leaf.to(values.device))
 
     def hide(self, tensor: WholeTensor) -> None:
         tensor.key.data = _nothing(tensor)

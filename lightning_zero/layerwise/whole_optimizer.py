@@ -6,6 +6,12 @@ messages send the masters and gradients of adjacent units to the owners; after t
 Replicated tensors are stepped in place::
 
     open 0, 1 | bring 0 | open 2 | bring 1 | bring 2 | step all | give back 0 | give back 1 | give back 2
+
+One rank of each shard group owns all tensors if the step of a tensor depends on others (Prodigy), or if the step calls
+its closure in its middle (LBFGS). Other ranks then call the closure as often as the owner's step does::
+
+    owner     bring | step: compute | give back | closure | bring | compute ... | give back
+    others    send  |       wait    | receive   | closure | send  | wait    ... | receive
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
+from lightning_zero.layerwise.closures import StepWithClosure
 from lightning_zero.layerwise.owned import Owned, WholeTensor
 from lightning_zero.optimizers.known import hooks_set_aside
 from lightning_zero.optimizers.probe import probe
@@ -49,7 +56,7 @@ from lightning_zero.planning.owners import (
 )
 from lightning_zero.planning.placement import Placement, StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
-from lightning_zero.settings import ConfigError
+from lightning_zero.settings import ConfigError, Precision
 
 _log = logging.getLogger(__name__)
 
@@ -141,8 +148,17 @@ class WholeOptimizer(Stepper):
                 type(self.optimizer).__qualname__,
                 shapes,
             )
-        if any(place.bucket.plan.shards_master for group in self.places() for place in group):
+        if self._is_together or any(p.bucket.plan.shards_master for group in self.places() for p in group):
             self._check_probed()
+        passes = self._around.passes
+        if self.probed.calls_closure and (
+            passes.precision is Precision.fp16 or passes.config.optimizer.skip_nonfinite is not None
+        ):
+            raise ConfigError(
+                f"optimizer: expected a class that can skip a step, got {type(self.optimizer).__qualname__}, whose "
+                "step() calls its closure itself. Use zero/precision=bf16 or fp32, and drop "
+                "zero.optimizer.skip_nonfinite."
+            )
 
     def check_stage(self, row: StageRow) -> None:
         if row.master is Placement.sharded:
@@ -151,23 +167,29 @@ class WholeOptimizer(Stepper):
     def replanned(self) -> None:
         self._arranged = []
 
+    @property
+    def _is_together(self) -> bool:
+        """Return whether one rank must own all tensors of a shard group, because it cannot step some of them alone."""
+        return self.probed.couples or self.probed.apart
+
     def _check_probed(self) -> None:
-        """Raise ConfigError if a tensor's step depends on other tensors, or if a trial failed (unless ``unprobed``)."""
+        """Raise ConfigError if a trial failed (unless ``unprobed``), or if no rank has all of the tensors that the
+        optimizer must step together."""
         kind, failed = type(self.optimizer).__qualname__, self.probed.failed
-        if self.probed.couples:
-            raise ConfigError(
-                "zero.optimizer.sharding: expected an optimizer that steps each tensor by itself, because ranks step "
-                f"different tensors at stages 1 to 3, got {kind}: tensors that it stepped together got other values "
-                "than each alone. Its step depends on other tensors (by a norm over all of them, for example), on "
-                "random numbers, or on values that it keeps outside of its param groups. Use another optimizer, or "
-                "choose zero/stage=zero0."
-            )
-        if failed is not None and self.probed.apart and not self._unprobed:
-            raise ConfigError(
-                f"zero.optimizer.sharding: expected a step that works with some of the tensors, because ranks step "
-                f"different tensors at stages 1 to 3, got {kind}, whose step fails if a param group is empty: "
-                f"{type(failed).__name__}: {failed}. Let the step skip empty param groups, or choose zero/stage=zero0."
-            ) from failed
+        if self._is_together:
+            if any(place.info.split is not None for group in self.places() for place in group):
+                raise ConfigError(
+                    f"optimizer: expected a class that steps each tensor by itself, got {kind}, whose step depends on "
+                    "several tensors, and no rank has all of them under tensor or expert parallelism. Use another "
+                    "optimizer, or drop zero.tensor_parallel and zero.expert_parallel."
+                )
+            if self._comm.rank == 0:
+                _log.warning(
+                    "zero.optimizer.sharding: %s steps tensors together, so one rank of each group that shards "
+                    "parameters has the master weights, gradients and optimizer state of all tensors in a step.",
+                    kind,
+                )
+            return
         if failed is not None and not self._unprobed:
             raise ConfigError(
                 f"zero.optimizer.sharding: {kind} failed in the trial step that shows whether it steps each tensor by "
@@ -194,8 +216,8 @@ class WholeOptimizer(Stepper):
                     values = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device=bucket.comm.device)
                     if tensor.is_here:
                         values.copy_(own[slot, leaf.name])
-                    if tensor.travels:  # broadcast by the owner in the first replica
-                        bucket.comm.broadcast(values, bucket.comm.ranks.topology.shard_groups[0][tensor.owner])
+                    if tensor.travels or tensor.is_broadcast:
+                        _broadcast(tensor, values)
                     yield slot, leaf, values
 
     def has_stepped(self, bucket: Bucket) -> bool:
@@ -212,7 +234,7 @@ class WholeOptimizer(Stepper):
         return sum(
             sum(self._state_nbytes(tensor))
             for tensor in self.owned.tensors.values()
-            if tensor.bucket is bucket and (tensor.is_owner or not plan.shards_master)
+            if tensor.bucket is bucket and (tensor.is_owner or not (tensor.together or plan.shards_master))
         )
 
     def _state_nbytes(self, tensor: WholeTensor) -> list[int]:
@@ -250,7 +272,7 @@ class WholeOptimizer(Stepper):
     def _follow_groups(self) -> None:
         """If param groups have changed, choose owners of new and newly trainable parameters, and form new messages."""
         wanted = [
-            WholeTensor(place.bucket, place.info, -1, group, number)
+            WholeTensor(place.bucket, place.info, -1, group, number, self._is_together)
             for group, places in enumerate(self.places())
             for number, place in enumerate(places)
             if place.bucket.plan.trainable
@@ -262,12 +284,20 @@ class WholeOptimizer(Stepper):
                 self.owned.tensors[tensor.bucket, tensor.info.slot].place = tensor.place
             return
         if len(self.optimizer.param_groups) != self._probed_groups:
+            was_together = self._is_together
             self._try()
+            if self._is_together and not was_together:
+                raise ConfigError(
+                    "optimizer: expected param groups that are stepped as the first ones, got one with which tensors "
+                    "must be stepped together. Give the optimizer all param groups before training."
+                )
         known = [self.owned.tensors.get((t.bucket, t.info.slot)) for t in wanted]
         nbytes = [t.info.numel * t.bucket.dtypes.grad.itemsize for t in wanted]
         messages = split_messages(nbytes, [t.bucket.plan.unit for t in wanted], self._message_nbytes)
         costs = [matrix_work(t.info.shape) for t in wanted]
         owners = choose_owners(costs, self._comm.shard.size, [t.owner if t is not None else None for t in known])
+        if self._is_together:
+            owners = [0] * len(owners)
         for tensor, owner in zip(wanted, owners, strict=True):
             tensor.owner = owner
         self.owned.replace_tensors(wanted)
@@ -284,7 +314,7 @@ class WholeOptimizer(Stepper):
         # If no tensor has a gradient, ``step`` still gets all tensors: the class may count its steps.
         every = self.probed.steps_all or self.probed.couples or not any(id(t.info.param) in used for t in tensors)
         changed = {t.bucket for t in tensors if every or id(t.info.param) in used}
-        sent = [[tensor for tensor in message if tensor.bucket in changed] for message in self._messages]
+        messages = self.messages(used, changed)
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -293,27 +323,31 @@ class WholeOptimizer(Stepper):
             recording.span("step", f"{len(changed)} buckets"),
             hooks_set_aside(self.optimizer),  # also where a class calls the step of its base
         ):
-            self._step_once([Message(ts, used, self.owned, self._comm, self._find_route) for ts in sent if ts])
-        self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers check this attribute
-        self.owned.stepped(tensor for message in sent for tensor in message)
+            self._step_once(messages)
+        self.stepped(messages)
         return changed
+
+    def messages(self, used: set[int], changed: set[Bucket]) -> list[Message]:
+        """Return messages for the tensors of the buckets ``changed``. ``used``: ids of parameters with gradients."""
+        sent = [[tensor for tensor in message if tensor.bucket in changed] for message in self._messages]
+        return [Message(ts, used, self.owned, self._comm, self._find_route) for ts in sent if ts]
+
+    def stepped(self, messages: Sequence[Message]) -> None:
+        self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers check this attribute
+        self.owned.stepped(tensor for message in messages for tensor in message.tensors)
 
     def _step_once(self, messages: Sequence[Message]) -> None:
         for message, following in zip(messages, [*messages[1:], None], strict=True):
             if following is not None:
                 following.begin_open()
             message.bring()
-        here = [tensor for message in messages for tensor in message.here]
-        lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
-        for tensor in sorted(here, key=lambda tensor: tensor.place):
-            lists[tensor.group].append((tensor.place, tensor.key))
+        here, lists = self.here(messages)
         before, error = Watch(self.optimizer), None
         try:
-            with listed(self.optimizer, lists):
-                step_of(self.optimizer)(self.optimizer)
-            if len(self.optimizer.state) != self._known_states:  # what the trial has not shown
-                refuse_wrapped_state(self.optimizer, [tensor.key for tensor in here])
-                self._known_states = len(self.optimizer.state)
+            if here or not self._is_together:
+                with listed(self.optimizer, lists):
+                    step_of(self.optimizer)(self.optimizer)
+            self.look_at_state(here)
         except Exception as raised:
             error = raised  # go on with the messages, for which other ranks wait; all raise after the last one
         effects = before.effects([bool(tensors) for tensors in lists])
@@ -323,12 +357,32 @@ class WholeOptimizer(Stepper):
             error = message.give_back() or error
         for message in messages:
             message.wait_for_rest()
-        self._agree(effects, error)
+        self.agree(effects, error)
 
-    def _agree(self, effects: Effects, error: Exception | None) -> None:
+    def look_at_state(self, here: Sequence[WholeTensor]) -> None:
+        """Raise ConfigError if a step has made state that cannot be stored, which the trial has not shown."""
+        if len(self.optimizer.state) != self._known_states:
+            refuse_wrapped_state(self.optimizer, [tensor.key for tensor in here])
+            self._known_states = len(self.optimizer.state)
+
+    def here(self, messages: Sequence[Message]) -> tuple[list[WholeTensor], list[list[tuple[int, Tensor]]]]:
+        """Return the tensors that this rank steps, and for each param group pairs of a place and a full parameter."""
+        here = [tensor for message in messages for tensor in message.here]
+        lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
+        for tensor in sorted(here, key=lambda tensor: tensor.place):
+            lists[tensor.group].append((tensor.place, tensor.key))
+        return here, lists
+
+    def _step_all(self, optimizer: Optimizer, closure: Callable[[], object] | None = None) -> object:
+        if closure is None or not self.probed.calls_closure or self._around.passes.look is not None:
+            return super()._step_all(optimizer, closure)
+        self._follow_groups()
+        return StepWithClosure(self, self._around, self._comm, closure).run()
+
+    def agree(self, effects: Effects, error: Exception | None) -> None:
         """Raise an error on all ranks if the step failed on one rank. Else give all ranks the same settings and
         attributes of the optimizer. ``error``: the error of this rank's step, or None. Collective."""
-        if any(tensor.travels for tensor in self.owned.tensors.values()):
+        if any(tensor.travels or tensor.is_broadcast for tensor in self.owned.tensors.values()):
             what, digest = "the step of an optimizer", effects.digest
             own = torch.tensor([error is not None, digest, -digest], dtype=torch.int64)
             has_failed, highest, lowest = self._comm.max_(own).tolist()
@@ -363,7 +417,7 @@ class Message:
         comm: Communicator,
         find: Callable[[tuple[Bucket, ...], tuple[Transfer, ...]], Route],
     ) -> None:
-        self._comm, self._owned = comm, owned
+        self._comm, self._owned, self.tensors = comm, owned, tensors
         self._with_grad = used & {id(t.info.param) for t in tensors if t.bucket.grad_store.is_there}
         self.buckets = tuple(dict.fromkeys(tensor.bucket for tensor in tensors))
         self._travel = [tensor for tensor in tensors if tensor.travels]
@@ -377,8 +431,9 @@ class Message:
         for bucket in self.buckets:
             bucket.storage.begin_open()
 
-    def bring(self) -> None:
-        """Send shards of masters and gradients to the owners, and set this rank's full parameters. Collective."""
+    def bring(self, *, state: bool = True) -> None:
+        """Send shards of masters and gradients to the owners, and set this rank's full parameters. Collective.
+        ``state``: False if the optimizer state is where the step needs it, because a step goes on."""
         for bucket in self.buckets:
             bucket.storage.open(to_write=True)
         came = {} if self._route is None else self._exchanged(self._route)
@@ -386,9 +441,9 @@ class Message:
             if tensor.travels:
                 (values, grad), info = came.pop(id(tensor)), tensor.info
                 shaped = None if grad is None else grad.as_strided(info.shape, info.strides)
-                self._owned.show(tensor, values.as_strided(info.shape, info.strides), shaped)
+                self._owned.show(tensor, values.as_strided(info.shape, info.strides), shaped, state=state)
             else:
-                self._owned.show(tensor, *self._in_place(tensor))
+                self._owned.show(tensor, *self._in_place(tensor), state=state)
 
     def _exchanged(self, route: Route) -> dict[int, Flat]:
         """Exchange shards by ``route``. Return flat values and gradient of each tensor that this rank owns, by the
@@ -435,15 +490,19 @@ class Message:
         values = bucket.part_of(master, tensor.info).detach().to(device)
         return values, None if grad is None else bucket.part_of(grad, tensor.info).to(device, values.dtype)
 
-    def give_back(self) -> Exception | None:
-        """Send the stepped values of this rank's tensors back to the ranks of their shards, and write masters and state
-        to storages. Collective. Return the error if a write fails, None if all succeed: other ranks wait for this rank,
-        so this method must not raise."""
+    def give_back(self, *, state: bool = True) -> Exception | None:
+        """Send the stepped values of this rank's tensors back to the ranks of their shards, and write masters and, with
+        ``state``, optimizer state to storages. Collective. Return the error if a write fails, None if all succeed:
+        other ranks wait for this rank, so this method must not raise."""
         for tensor in self.here:
             if not tensor.travels:
                 place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
                 if tensor.key.data_ptr() != place.data_ptr() or tensor.key.device != place.device:
                     place.copy_(tensor.key.detach())
+        for tensor in self.tensors:
+            if tensor.is_broadcast:
+                place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
+                place.copy_(_broadcast(tensor, place.to(self._comm.device)))
         if self._route is not None:
             self._return(self._route)
         for tensor in self.here:
@@ -451,7 +510,8 @@ class Message:
         failed: Exception | None = None
         for bucket in self.buckets:
             try:
-                self._owned.move_to_tier(bucket)
+                if state:
+                    self._owned.move_to_tier(bucket)
             except Exception as error:
                 failed = error
             bucket.copy_master_to_params()
@@ -481,6 +541,13 @@ class Message:
 
     def _pieces(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, WholeTensor]]:
         return ((piece, self._travel[piece.transfer]) for piece in pieces)
+
+
+def _broadcast(tensor: WholeTensor, values: Tensor) -> Tensor:
+    """Overwrite ``values`` on all ranks by those of the owner in the first replica, and return them. Collective."""
+    comm = tensor.bucket.comm
+    comm.broadcast(values, comm.ranks.topology.shard_groups[0][tensor.owner])
+    return values
 
 
 def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,7 @@ SLICES, RANKS = 3, 2  # not divisible: each rank's list is shorter than that of 
 class Probed(NamedTuple):
     """The result of :func:`probe`: how the tried optimizer behaves, and what state it keeps."""
 
+    calls_closure: bool = False  # the step calls its closure in its middle; such a class is not tried
     couples: bool = False  # the step of a tensor depends on the other tensors in the same call
     steps_all: bool = True  # a step may change tensors without a gradient, or their state
     # The states of a parameter, by its param group, number of dimensions and master dtype.
@@ -42,7 +43,7 @@ class Probed(NamedTuple):
 def probe(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device, *, true_shapes: bool = True) -> Probed:
     """Step copies of ``optimizer`` and return what the steps have shown. Not collective. The optimizer and random
     states do not change. ``dtype_of``: returns the dtype of a parameter's master. ``true_shapes``: also step tensors of
-    the model's shapes. Raises ConfigError if a step runs collectives or calls its closure itself."""
+    the model's shapes. Raises ConfigError if a step runs collectives."""
     if device.type == "meta":  # without values nothing can be compared
         device = torch.device("cpu")
     with trying(type(optimizer).__qualname__, device):
@@ -63,7 +64,8 @@ def probe(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device, *, true
 
 def _probe_small(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device) -> Probed:
     try:
-        Trial(optimizer, dtype_of, device).refuse_own_closure()
+        if Trial(optimizer, dtype_of, device).calls_its_closure():
+            return Probed(calls_closure=True, couples=True)
         together = Trial(optimizer, dtype_of, device)
         together.run()
     except ConfigError:
@@ -78,7 +80,7 @@ def _probe_small(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device) 
         raise
     except Exception as error:  # the class may need tensors in all param groups
         return Probed(states=states, failed=error, apart=True)
-    return Probed(not same(together.result(), apart.result()), together.steps_all(), states)
+    return Probed(False, not same(together.result(), apart.result()), together.steps_all(), states)
 
 
 # -- elements ----------------------------------------------------------------------------------------------------------
@@ -97,7 +99,12 @@ def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: to
 
     make = partial(Trial, optimizer, wide, device)
     with trying(type(optimizer).__qualname__, device):
-        make().refuse_own_closure()
+        if make().calls_its_closure():
+            raise ConfigError(
+                "zero.optimizer.sharding: expected a step that needs gradients only, got "
+                f"{type(optimizer).__qualname__}, whose step() calls its closure itself. Drop "
+                "zero.optimizer.sharding=slices; whole tensors are stepped then."
+            )
         try:
             if not _close(_stepped(make(), 0), _stepped(make(), 1)):
                 return

@@ -4,7 +4,6 @@ The main job checks before any process starts (``app/parts.py``). Ranks check th
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.optimizers.known import base_of, is_known
 from lightning_zero.optimizers.low_bits import STATES
-from lightning_zero.optimizers.trial import calls_its_closure, step_of
+from lightning_zero.optimizers.trial import step_of
 from lightning_zero.settings import ConfigError, OptimizerConfig, Sharding, StateDtype
 
 _KEY = "zero.optimizer.state_dtype"
@@ -39,9 +38,6 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
             "shards, and these methods would change nothing. Use torch.optim.AdamW, and Lightning's "
             "EMAWeightAveraging for averaged weights."
         )
-    first = list(inspect.signature(step_of(optimizer)).parameters.values())[1:2]
-    if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first):
-        raise calls_its_closure(optimizer)
     whole = is_stepped_whole(optimizer, settings.sharding)
     if stochastic_rounding and (whole or not is_known(optimizer)):
         raise ConfigError(

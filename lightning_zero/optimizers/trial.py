@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import random
 import sys
@@ -40,15 +41,6 @@ def step_of(optimizer: Optimizer) -> Callable[..., Any]:
     """Return the function ``step`` of the optimizer's class, without the hooks that torch runs around it."""
     step: Callable[..., Any] = without_hooks(type(optimizer).step)
     return step
-
-
-def calls_its_closure(optimizer: Optimizer) -> ConfigError:
-    """Return the ConfigError for a class whose step calls its closure itself (LBFGS, sharpness-aware classes)."""
-    return ConfigError(
-        f"optimizer: expected a step that needs gradients only, got {type(optimizer).__qualname__}, whose step() calls "
-        "its closure itself: forwards and backwards in the middle of a step, which shards cannot have. Use "
-        "torch.optim.AdamW or Muon, or train with Lightning's DDPStrategy (nothing is sharded at stage 0 anyway)."
-    )
 
 
 def refuse_wrapped_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
@@ -280,8 +272,8 @@ class Trial:
             return False
         return not same(before, self._of_tensors())
 
-    def refuse_own_closure(self) -> None:
-        """Raise ConfigError if a step calls its closure more than once, or after it has changed a tensor."""
+    def calls_its_closure(self) -> bool:
+        """Return whether a step calls its closure more than once, or after it has changed a tensor, or needs one."""
         calls: list[bool] = []
         before = [small.tensor.detach().clone() for small in self._small]
 
@@ -291,10 +283,14 @@ class Trial:
                 small.tensor.grad = torch.ones_like(small.tensor)
             return torch.zeros(())
 
+        step = step_of(self.optimizer)
+        first = list(inspect.signature(step).parameters.values())[1:2]
+        if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first):
+            return True
+        self.give_gradients(1.0)
         with contextlib.suppress(Exception):  # the class takes no closure
-            step_of(self.optimizer)(self.optimizer, closure)
-        if len(calls) > 1 or not all(calls):
-            raise calls_its_closure(self.optimizer)
+            step(self.optimizer, closure)
+        return len(calls) > 1 or not all(calls)
 
     def result(self) -> list[Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]

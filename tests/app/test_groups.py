@@ -137,7 +137,7 @@ def checked_vocabulary(config: TrainConfig) -> None:
     check_vocabulary(parts.build_model(config, set()), parts.build_data(config, set()))
 
 
-LBFGS = "optimizer=sgd optimizer._target_=torch.optim.LBFGS ~optimizer.momentum ~optimizer.weight_decay"
+SPARSE = "optimizer=sgd optimizer._target_=torch.optim.SparseAdam ~optimizer.momentum ~optimizer.weight_decay"
 
 
 @pytest.mark.parametrize(("build", "overrides", "says"), [
@@ -147,7 +147,7 @@ LBFGS = "optimizer=sgd optimizer._target_=torch.optim.LBFGS ~optimizer.momentum 
         "callbacks=early_stopping +callbacks.early_stopping.patient=3",
         "patient: .* Write callbacks.early_stopping.patience",
     ),
-    (parts.build_optimizer, LBFGS, r"LBFGS, whose step\(\) calls its closure itself.*DDPStrategy"),
+    (parts.build_optimizer, SPARSE, "SparseAdam steps sparse gradients only"),
     (model_of, "model=hf", "model.path: expected a folder with a model"),
     (model_of, "model=hf model.path=/nowhere", "model.path: expected a folder with a config.json"),
     (model_of, "model=llama model.config.model_type=lama", "model.config.model_type: .* got 'lama'"),

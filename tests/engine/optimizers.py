@@ -196,7 +196,8 @@ class RareClip(_Toy):
     def update(self) -> None:
         factor = min(1.0, 1000 / float(self.norm_over_all().clamp(min=1e-9)))
         for group, p in self.used():
-            p.sub_(p.grad * factor, alpha=group["lr"])
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            p.sub_(momentum.mul_(0.9).add_(p.grad, alpha=factor), alpha=group["lr"])
 
 
 class CountingObjects(SignDescent):

@@ -306,9 +306,9 @@ def test_a_module_that_one_rank_cannot_shard(name: str, tmp_path: Path) -> None:
 def test_an_optimizer_that_one_rank_cannot_take() -> None:
     module = Model()
     engine = lightning_zero.shard(module, device="cpu", stage=2)
-    kind = torch.optim.LBFGS if dist.get_rank() == 1 else torch.optim.SGD
+    kind = torch.optim.SparseAdam if dist.get_rank() == 1 else torch.optim.SGD
     optimizer = kind(module.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="LBFGS"):
+    with pytest.raises(ConfigError, match="SparseAdam"):
         engine.add_optimizer(optimizer)
     assert not engine.optimizers and "step" not in optimizer.__dict__
     engine.add_optimizer(torch.optim.SGD(module.parameters(), lr=0.1))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tests.lightning_table.bench import Bench, Notes, variant
-from tests.lightning_table.table import Refusal, heading
+from tests.lightning_table.table import heading
 from tests.trainer.toys import Block, ByHand, Lit, seeded
 
 feature = heading("Optimization")
@@ -27,12 +27,9 @@ for _name, _make in {
     "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05),
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.05),
     "NAdam, foreach": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01, foreach=True),
+    "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2),
 }.items():
     feature(f"torch.optim.{_name}")(variant(configure_optimizers=_make))
-
-_REFUSED = Refusal("`torch.optim.LBFGS`", r"LBFGS, whose step\(\) calls its closure itself")
-_LBFGS = variant(configure_optimizers=lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2))
-feature("torch.optim.LBFGS", refused=_REFUSED)(_LBFGS)
 
 
 @feature("param groups by shape")
