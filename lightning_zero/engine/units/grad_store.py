@@ -49,9 +49,9 @@ class Claimed(NamedTuple):
 
 
 class GradStore:
-    """Holds a reduced gradient on the device; the subclass :class:`OnHost` in host memory. ``value``: the gradient, or
-    None; a read waits for the end of a copy to the host. ``memory``: the tensor that the store has allocated, which
-    :class:`OnHost` keeps also while there is no gradient."""
+    """Holds a reduced gradient on the device; the subclass :class:`OnHost` holds it in host memory. ``value``: the
+    gradient, or None. A read waits for the end of a copy to the host. ``memory``: the tensor that the store has
+    allocated. :class:`OnHost` keeps this tensor also while there is no gradient."""
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
         self._dtype, self._streams = dtype, streams
@@ -112,9 +112,8 @@ class _Seen:
 
 
 class OnHost(GradStore):
-    """Holds the gradient in host memory, pinned for a GPU. Norms and finite checks that callers have requested for
-    earlier gradients are computed on the device before the copy to the host, where each would take another pass over
-    memory."""
+    """Holds the gradient in host memory, pinned for a GPU. If callers have requested norms or finite checks of earlier
+    gradients, they are computed on the device before the copy. On the host each would take a pass over memory."""
 
     is_there = False  # type: ignore[assignment]
 

@@ -168,8 +168,8 @@ class Unit:
             self.reshard()
 
     def pass_begins(self) -> None:
-        """Note that a pass with a backward begins. Under `hybrid_shard=node_backward`, a drop in this pass keeps a
-        slice for the node."""
+        """Begin a pass with a backward. Under `hybrid_shard=node_backward`, a drop in this pass keeps a slice for the
+        node."""
         self.keeps_node_slices = self.reshards and self.buckets[0].comm.ranks.node.size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
