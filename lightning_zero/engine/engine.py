@@ -143,8 +143,8 @@ class Engine(Core):
     @contextlib.contextmanager
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> Iterator[None]:
         """Open a pass (a forward and its backward): modules can be called and the root's parameters read. Collective.
-        The pass ends with the next backward or, with ``evaluation``, at the end of the ``with`` block. Passes with the
-        same ``key`` share one recorded order of gathers."""
+        The pass ends with the next backward. With ``evaluation`` there is no backward, and the pass ends with the
+        ``with`` block. Passes with the same ``key`` share one recorded order of gathers."""
         if not evaluation:
             whole_params.shard_again(self)  # and leave it sharded after the scope: a backward follows
         with whole_params.set_aside(self), self.passes.scope(key, evaluation=evaluation):

@@ -37,7 +37,7 @@ class WholeTensor:
 
     @property
     def key(self) -> nn.Parameter:
-        """Return the full parameter, which is the key of the optimizer's state. Only ranks that step it have one."""
+        """Return the full parameter, the key of the optimizer's state. Only ranks that step the tensor have one."""
         assert self.full_param is not None
         return self.full_param
 
@@ -170,7 +170,7 @@ class Owned:
                 yield tensor, name, leaf
 
     def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """Return slot -> state that this rank saves of the bucket, with a :class:`Leaf` in place of each tensor."""
+        """Return {slot: state} for the bucket's state that this rank saves, with a :class:`Leaf` for each tensor."""
         found: dict[int, dict[str, Any]] = {}
         for tensor in self.here(bucket):
             if tensor.is_owner and (state := self.state(tensor)):

@@ -118,7 +118,7 @@ class WholeOptimizer(Stepper):
 
     def _shape_of_state(self, place: Place, name: str) -> Sequence[int] | None:
         tensor = self.owned.tensors.get((place.bucket, place.info.slot))
-        if tensor is None or not self._is_of_torch:  # other classes may treat small tensors, as of the trial, otherwise
+        if tensor is None or not self._is_of_torch:  # other classes may treat the trial's small tensors differently
             return None
         return next((shape.sizes(tensor.info.shape) for shape in self._shapes(tensor) if shape.name == name), None)
 
@@ -391,8 +391,8 @@ class Message:
                 self._owned.show(tensor, *self._in_place(tensor))
 
     def _exchanged(self, route: Route) -> dict[int, Flat]:
-        """Exchange shards along ``route``. Return, for each tensor that this rank owns, the tensor's ``id`` -> (flat
-        values, flat gradient or None)."""
+        """Exchange shards along ``route``. Return {tensor's ``id``: (flat values, flat gradient or None)} for the
+        tensors that this rank owns."""
         data = torch.empty(sum(route.own_sizes), dtype=torch.uint8, device=self._comm.device)
         for piece, tensor in self._pieces(route.own):
             values, grad = self._shards(tensor)

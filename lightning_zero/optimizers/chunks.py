@@ -5,7 +5,7 @@ copies of a piece fit in the cache. Pieces are multiples of 256 elements, for wh
 optimizers give the same numbers as for the whole run.
 
 Stochastic rounding: bf16 has 8 bits of mantissa, so rounding to nearest loses a change below 1/512 of a weight. Instead
-a value is rounded up with a probability equal to the fraction that is cut off, which is right on average (Gupta et al.
+a value is rounded up with a probability equal to the fraction that is cut off: right on average (Gupta et al.
 2015, arXiv:1502.02551; for bf16 Zamirai et al. 2020, arXiv:2010.06192). The random numbers are a hash of element and
 step, so they are the same at every stage, tier and number of ranks."""
 
@@ -52,7 +52,7 @@ def salt_of(*parts: object) -> int:
 
 
 def dtype_of_step(run: Tensor, grad: Tensor, *, rounds: bool) -> torch.dtype:
-    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: whether masters round stochastically."""
+    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: round masters stochastically."""
     same = grad.dtype == run.dtype and not rounds
     return run.dtype if same else torch.promote_types(run.dtype, torch.float32)
 

@@ -86,8 +86,8 @@ def _probe_small(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device) 
 
 def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
     """Raise ConfigError if ``optimizer`` does not step each element by itself, or if its step calls its closure.
-    ``cut``: returns the lengths of the slices of a parameter. An optimizer that cannot be tried is accepted: its step
-    fails or draws random numbers, or its constructor has made state."""
+    ``cut``: returns the lengths of the slices of a parameter. An optimizer that cannot be tried is accepted: one whose
+    step fails or draws random numbers, or whose constructor has made state."""
     if optimizer.state or device.type == "meta":
         return
 

@@ -1,6 +1,6 @@
 """Refuse optimizers whose class or settings cannot work, before any trial step.
 
-The main job checks before any process starts (``app/parts.py``). Ranks check the optimizers that the module makes."""
+``app/parts.py`` checks a configured optimizer before processes start. Ranks check the optimizers of the module."""
 
 from __future__ import annotations
 

@@ -156,8 +156,8 @@ class CompiledModules:
 
     Args:
         forwards: forwards of the units by name, the root's ("") first.
-        blocks: settings for compiling units other than the root, except units that are compiled already. None: compile
-            no units but those that users have compiled.
+        blocks: settings for compiling units other than the root, except units that are compiled already. None: only
+            units that users have compiled are compiled.
         refuse: called before a user's later ``compile()`` of a module, with a small function that was compiled with the
             same settings, and the class name of the module. Raises if the settings cannot be used.
     """

@@ -5,7 +5,7 @@ Every stage cuts gradients at the borders of shards and joins norms of these par
     gradient                                    norm of one parameter's gradient
     reduced, in shards                          ranks exchange the norms of all gradients once, until gradients change
     reduced, whole on all ranks (stage 0)       computed without messages
-    unreduced (``no_sync`` at stages 0 and 1)   of this rank's undivided gradient, as of DDP's ``param.grad``
+    unreduced (``no_sync`` at stages 0 and 1)   norm of this rank's undivided gradient, like DDP's ``param.grad``
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
     forward   pre_forward(unit) .................................. post_forward(unit), or forward_raised()
                  saved_weights.py handles tensors that autograd saves in the forward
-    backward  backward_begins(), when a gradient comes to an output of the root
+    backward  backward_begins(), when a gradient reaches an output of the root
                  recomputes(unit), of checkpointed units: recompute.py calls it
                  grad_arrived(param), for every trainable parameter
                  input_grads_arrived(unit), of units with frozen parameters
@@ -116,8 +116,8 @@ class Hooks:
         self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
     def watch_calls(self, module: nn.Module) -> None:
-        """Register hooks on ``module`` that call :meth:`Passes.call_ends` when its call ends, unless the call is inside
-        of another module's call that has these hooks."""
+        """Register hooks on ``module`` that call :meth:`Passes.call_ends` when a call of it ends, unless this call is
+        nested in a call of another module that has these hooks."""
 
         def before(*_: object) -> None:
             self._depth += 1

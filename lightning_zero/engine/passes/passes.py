@@ -310,7 +310,7 @@ class Passes:
         self.saved.plans_changed()
 
     def stepped(self) -> None:
-        """Called after an optimizer's step. Outside of :meth:`scope` the numbers of passes begin again at 0."""
+        """Called after an optimizer's step. Outside of :meth:`scope` the numbering of passes restarts at 0."""
         if self._scope is None:
             self._ordinal = 0
         elif self._open.unused and self.between.rounds:

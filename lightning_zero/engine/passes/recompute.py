@@ -119,7 +119,7 @@ class StateReplay:
 
     @contextlib.contextmanager
     def record(self, values: StateValues) -> Iterator[None]:
-        """Context manager for a first forward. At the end, ``values`` has the earlier value of each buffer and frozen
+        """Context manager for a first forward. On exit, ``values`` has the earlier value of each buffer and frozen
         parameter that the body may have changed. Buffers of torch's norm modules in training always count as changed:
         see [Note: version counters]."""
         self._calls += 1

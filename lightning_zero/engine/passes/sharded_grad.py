@@ -59,7 +59,7 @@ class Owner(Protocol):
 
 
 class _View(NamedTuple):
-    """What a :class:`ShardedGrad` that is a view of another :class:`ShardedGrad` refers to."""
+    """The data of a view: a :class:`ShardedGrad` that shows a part of another one."""
 
     of: ShardedGrad
     whole: Tensor  # the gathered gradient
@@ -284,7 +284,7 @@ class LazyNorm(Tensor):
         return wrapper
 
     def each(self) -> Tensor:
-        """Compute and return the norms: 0-d if this object stands for one gradient, else [gradients]. Collective."""
+        """Compute and return the norms: 0-d for a norm of one gradient, [n] for stacked norms of n. Collective."""
         norms = [grad.owner.norms.norm(grad.info, self.norm_type, self.dtype) for grad in self.grads]
         return torch.stack(norms) if self.dim() else norms[0]
 

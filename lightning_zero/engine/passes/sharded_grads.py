@@ -231,7 +231,7 @@ class ShardedGrads:
     @outside_autograd
     def gather(self, info: ParamInfo) -> Tensor:
         """Return the whole gradient of one parameter, with the values of DDP's ``param.grad``. Collective if gradients
-        are sharded. Raises RuntimeError in a backward, after one that raised, and if the gradient is only partly
+        are sharded. Raises RuntimeError in a backward, after a backward that raised, and if the gradient is only partly
         reduced."""
         scale = self._reducer.shown_scale(id(info.param))
         if torch._C._current_graph_task_id() != -1:
@@ -258,8 +258,8 @@ class ShardedGrads:
         return values
 
     def _local(self, info: ParamInfo) -> Tensor | None:
-        """Return this rank's unreduced gradient, a view of the local buffer, if gradients of this parameter are not
-        reduced yet; else None. Raises RuntimeError if the gradient is only partly reduced."""
+        """If the gradient of this parameter is not reduced yet, return this rank's unreduced gradient, a view of the
+        local buffer; otherwise return None. Raises RuntimeError if the gradient is only partly reduced."""
         bucket = self._bucket_of[id(info.param)]
         if not (self._reducer.unreduced and bucket.plan.accumulates_locally):
             return None

@@ -225,9 +225,9 @@ class Writes:
             bucket.copy_master_to_params()
 
     def note_rounded(self, bucket: Bucket, info: ParamInfo, *, in_gather: bool = False) -> None:
-        """Warn once if a written parameter's compute dtype has fewer bits than its original dtype, because small
-        changes were lost. Raise RuntimeError instead if the parameter is frozen, and so has no fp32 master, unless
-        users wrote inside gather() (``in_gather``)."""
+        """If a written parameter's compute dtype has fewer bits than its original dtype, warn once that small changes
+        were lost. If the parameter is also frozen, it has no fp32 master: raise RuntimeError instead, unless users
+        wrote inside gather() (``in_gather``)."""
         if bucket.dtypes.compute.itemsize >= info.dtype.itemsize:
             return
         used, lost = bucket.dtypes.compute, round(4 / torch.finfo(bucket.dtypes.compute).eps)

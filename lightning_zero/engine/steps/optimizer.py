@@ -220,8 +220,8 @@ class Stepper(ABC):
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
-        """Yield (slot, state name, first element in the parameter, slice) for each part of state tensors that this rank
-        saves. Does not open storages."""
+        """Yield (slot, state name, index of the first element in the parameter, slice) for each part of state tensors
+        that this rank saves. Does not open storages."""
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
@@ -252,7 +252,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
-        """Replace all optimizer state by this rank's part of `states`, which are whole tensors and plain values."""
+        """Replace all optimizer state by this rank's part of `states`, which has whole tensors and plain values."""
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Stepper(ABC):
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Return the bytes of this rank's state of parameters that are stepped whole. `plan`: None: the present one."""
+        """Return the bytes of this rank's state of whole-stepped parameters under `plan` (None: the present plan)."""
         return 0
 
     def step_peak(self) -> int:

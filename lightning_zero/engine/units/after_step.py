@@ -179,7 +179,7 @@ class AfterStep:
         }
 
     def plans_changed(self) -> None:
-        """Call :meth:`count_references` for buckets that have param syncs only under their new plans."""
+        """Count the references of buckets that have param syncs under their new plans and had none before."""
         known = self._references
         self.count_references()
         self._references |= {bucket: n for bucket, n in known.items() if bucket in self._references}
@@ -207,7 +207,7 @@ class AfterStep:
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """Schedule param syncs of `changed` buckets, whose masters are new or will be after a step. Collective."""
+        """Schedule param syncs of the buckets in `changed`: masters are new or will be after a step. Collective."""
         viewed = []
         for unit in self._units:
             if not (buckets := [b for b in unit.buckets if b in changed]):

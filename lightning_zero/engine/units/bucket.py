@@ -180,7 +180,7 @@ class Bucket:
     @property
     def own_shard_of_owned(self) -> slice:
         """Return this rank's shard as a slice of its owned range: all of the range or, if masters are replicated, a
-        part of it. The shards of different ranks do not overlap, and together are the whole bucket."""
+        part of it. Ranks that share shards have disjoint slices, which together are the whole bucket."""
         low, high = self.layout.shard_range(self.comm.shard.index)
         base = self.owned_range[0]
         return slice(low - base, high - base)
@@ -467,8 +467,8 @@ class Bucket:
         return full
 
     def show(self, gathered: bool) -> None:
-        """Point the parameters at gathered values or placeholders. While parameters show whole masters, which may have
-        users' writes, this happens only in :meth:`hide_whole`."""
+        """Point the parameters at gathered values or placeholders. While the parameters show whole masters, which may
+        have users' writes, only record `gathered` for :meth:`hide_whole`."""
         self._gathered = gathered
         if self.shown is Shown.MASTERS or self.shown is Shown.PLAIN:
             return

@@ -44,7 +44,7 @@ class Held(NamedTuple):
 
     plan: BucketPlan
     states: int  # number of state tensors as large as the masters
-    later: int  # number of such tensors after the first step
+    later: int  # number of state tensors as large as the masters after the first step
     whole: int = 0  # bytes of the state of parameters that are stepped whole
     whole_later: Callable[[BucketPlan], int] = lambda _: 0  # these bytes under another plan
 

@@ -77,7 +77,6 @@ class GradStore:
             self.value.add_(reduced)
 
     def clear(self) -> None:
-        """Drop the gradient."""
         self.value = None
 
     def free(self) -> None:
@@ -112,8 +111,8 @@ class _Seen:
 
 
 class OnHost(GradStore):
-    """Holds the gradient in host memory, pinned for a GPU. If callers have requested norms or finite checks of earlier
-    gradients, they are computed on the device before the copy. On the host each would take a pass over memory."""
+    """Holds the gradient in host memory, pinned for a GPU. Norms and finite checks that callers have requested earlier
+    are computed on the device, before each gradient is copied. On the host each would take a pass over memory."""
 
     is_there = False  # type: ignore[assignment]
 

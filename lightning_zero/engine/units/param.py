@@ -83,7 +83,7 @@ class Owner(Protocol):
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """Called for `param.data = value`. Write `value` to the masters, or return False if torch must assign it."""
+        """Called for `param.data = value`. Write `value` to the masters and return True; False if torch must assign."""
         ...
 
 
@@ -138,7 +138,7 @@ class _Owned:
     grad = property(get_grad, _assign_grad, _delete_grad)
 
     def __deepcopy__(self: Any, memo: dict[int, object]) -> object:
-        """Return a copy with the whole value and the class from before sharding, which is independent of the engine."""
+        """Return a copy, independent of the engine, that has the whole value and the class from before sharding."""
         if id(self) not in memo:
             plain: Any = _PLAIN[type(self)]
             if plain.__deepcopy__ is nn.Parameter.__deepcopy__:  # which reads `.data`, whose changes are looked for

@@ -56,7 +56,7 @@ def module_state(
     engine: Core, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
 ) -> State:
     """Return the module's state dict, with full or with fake tensors: see ``Engine.state_dict``. Collective."""
-    if fakes is None:  # no message before has said that all ranks are here, as one of a save does
+    if fakes is None:  # in a save, an earlier message has shown that all ranks are here
         engine.comm.gather_checked(None, "the module's state_dict(), which all ranks must call")
     take_shown_over(engine)
     wanted = not only_rank_0 or engine.comm.rank == 0
@@ -116,7 +116,7 @@ def parts_by_value(engine: Core, copies: Copies | None = None) -> dict[Value, li
 
 
 def _tensors(engine: Core, tensor: Callable[[Value, ParamInfo], Tensor], trainable_only: bool) -> dict[int, Tensor]:
-    """Call ``tensor(value, info)`` for each parameter. Return the results by ``id`` of the parameter."""
+    """Call ``tensor(value, info)`` for each parameter. Return {``id`` of the parameter: result}."""
     return {
         id(info.param): tensor(Value(number, info.slot), info)
         for number, bucket in enumerate(engine.buckets)
@@ -356,7 +356,7 @@ def _infos(engine: Core) -> dict[str, ParamInfo]:
 
 def _refuse_other_values(engine: Core, state: Saved) -> None:
     """Raise RuntimeError on all ranks if ranks load different values of a parameter. Collective. Compares about eight
-    elements of each tensor, which suffice for random values; more would read a memory-mapped file completely."""
+    elements of each tensor, enough for random values. A full comparison would read all of a memory-mapped file."""
     infos = {fqn: info for fqn, info in _infos(engine).items() if info.split is None}
     own = {
         key: checksum(value.detach().flatten()[:: value.numel() // 8 + 1])
@@ -398,7 +398,7 @@ def keeping_frozen(module: nn.Module, state: Saved) -> State:
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Core) -> Iterator[_CopyIntoShards]:
-    """Context manager in which ``module.load_state_dict`` writes to shards. All ranks load equal values. Collective."""
+    """Context manager in which ``module.load_state_dict`` writes to shards. All ranks must load the same. Collective."""
     engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
     engine.passes.writes.take_all_over()
@@ -429,7 +429,7 @@ def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> No
 
 
 def check_optimizer(engine: Core, optimizer: Optimizer, state: Saved, what: str) -> None:
-    """Raise a ConfigError if :func:`load_optimizer_state` would refuse ``state``. ``what``: its source, in words."""
+    """Raise a ConfigError if :func:`load_optimizer_state` would refuse ``state``. ``what``: a name of its source."""
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__

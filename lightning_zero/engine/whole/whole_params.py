@@ -4,7 +4,7 @@ Between runs each host has one copy in shared memory (memfd), which all ranks of
 
     each rank       -- writes its part of the masters     --> the shared memory of its host
     each rank       -- maps the memory copy-on-write      --> parameters are plain tensors; a write stays on its rank
-    the next run    -- compares parameters with the copy  --> rank 0's values of changed ones go into the shards
+    the next run    -- compares parameters with the copy  --> of changed parameters, rank 0's values go into the shards
 
 Meanwhile shards, optimizer state and units do not change, and a save reads the shards.
 """
@@ -128,7 +128,7 @@ def _shown(engine: Core, params: Iterable[nn.Parameter], from_rank: int | None, 
 
 
 def _refuse_replaced(engine: Core) -> None:
-    """Raise RuntimeError if users replaced a parameter, whose successor would not be trained, or changed its shape."""
+    """Raise RuntimeError if users changed a parameter's shape or replaced a parameter, so that it would not train."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
         for info in bucket.params:
@@ -181,7 +181,7 @@ def _write_back(engine: Core, shown: dict[Bucket, _Full], from_rank: int | None)
 
 def _take_written(bucket: Bucket, shown: _Full, from_rank: int | None) -> tuple[bool, bool]:
     """Copy tensors that users have assigned to ``param.data`` and ``param.grad`` to ``shown``. With ``from_rank``
-    broadcast that rank's values. Return (whether values, whether gradients of this rank's shard have changed)."""
+    broadcast that rank's values. Return (values have changed, gradients have changed) for this rank's shard."""
     full, full_grad = shown
     replaced = []
     for info in bucket.params:
@@ -312,7 +312,7 @@ def _fill(engine: Core, copy: HostCopy, hosts: Sequence[str]) -> None:
 
 
 def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tuple[int, int]) -> None:
-    """Write ``values``, elements ``part`` (start, stop) of a bucket, to ``targets``, one flat tensor per parameter."""
+    """Write ``values`` to ``targets``, one flat tensor per parameter. ``part``: their (start, stop) in the bucket."""
     for f in bucket.layout.cut(*part):
         targets[f.index][f.offset : f.offset + f.numel].copy_(values[f.start : f.start + f.numel])
 
