@@ -398,7 +398,7 @@ def keeping_frozen(module: nn.Module, state: Saved) -> State:
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Core) -> Iterator[_CopyIntoShards]:
-    """Context manager in which ``module.load_state_dict`` writes to shards. All ranks must load the same. Collective."""
+    """Context manager in which ``module.load_state_dict`` writes to shards. Ranks must load the same. Collective."""
     engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
     engine.passes.writes.take_all_over()
