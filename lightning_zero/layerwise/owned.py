@@ -117,8 +117,8 @@ class Owned:
     # -- values of a step -----------------------------------------------------------------------------------------
 
     def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None) -> None:
-        """Set the full parameter of ``tensor`` to ``values`` [shape] and its gradient to ``grad``, for a step. If the
-        optimizer state is not stored on the device of ``values``, copy the state to this device."""
+        """Let the full parameter of ``tensor`` have ``values`` [shape] and ``grad`` for a step. If the state is stored
+        off the device of ``values``, copy the state to that device."""
         tensor.key.data = values
         tensor.key.grad = grad
         state = self.state(tensor)

@@ -326,8 +326,8 @@ class WholeOptimizer(Stepper):
         self._agree(effects, error)
 
     def _agree(self, effects: Effects, error: Exception | None) -> None:
-        """Raise an error on all ranks if the step failed on one rank. Otherwise make the optimizer's settings and
-        attributes equal on all ranks. ``error``: the error of this rank's step, or None. Collective."""
+        """Raise an error on all ranks if the step failed on one rank. Else give all ranks the same settings and
+        attributes of the optimizer. ``error``: the error of this rank's step, or None. Collective."""
         if any(tensor.travels for tensor in self.owned.tensors.values()):
             what, digest = "the step of an optimizer", effects.digest
             own = torch.tensor([error is not None, digest, -digest], dtype=torch.int64)
@@ -437,8 +437,8 @@ class Message:
 
     def give_back(self) -> Exception | None:
         """Send the stepped values of this rank's tensors back to the ranks of their shards, and write masters and state
-        to storages. Collective. Return the error of a failed write, or None. Other ranks wait for this rank, so this
-        method must not raise."""
+        to storages. Collective. Return the error if a write fails, None if all succeed: other ranks wait for this rank,
+        so this method must not raise."""
         for tensor in self.here:
             if not tensor.travels:
                 place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)

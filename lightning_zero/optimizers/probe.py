@@ -40,9 +40,9 @@ class Probed(NamedTuple):
 
 
 def probe(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device, *, true_shapes: bool = True) -> Probed:
-    """Step copies of ``optimizer`` and return how they behaved. Not collective. The optimizer and the states of random
-    generators do not change. ``true_shapes``: also step tensors of the model's shapes. Raises ConfigError if a step
-    runs collectives or calls its closure itself."""
+    """Step copies of ``optimizer`` and return what the steps have shown. Not collective. The optimizer and random
+    states do not change. ``dtype_of``: returns the dtype of a parameter's master. ``true_shapes``: also step tensors of
+    the model's shapes. Raises ConfigError if a step runs collectives or calls its closure itself."""
     if device.type == "meta":  # without values nothing can be compared
         device = torch.device("cpu")
     with trying(type(optimizer).__qualname__, device):

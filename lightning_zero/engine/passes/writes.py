@@ -2,6 +2,14 @@
 
 See [Note: version counters] and [Note: checksums of writes]: how writes are noticed.
 See [Note: masters during an offloaded step]: a write is copied to the masters after the offloaded step.
+
+[Note: assignments in a pass]
+Under torch ``param.data = value`` between a forward and its backward gives the parameter other memory and does not
+increment its version. The backward then uses the new values where autograd has saved the parameter itself (a
+convolution), and the old values where autograd has saved a view (``weight.t()`` of a linear layer). So the engine, too,
+gives the parameter memory of its own until the pass ends. The full buffer and the masters keep the old values until
+then. If autograd can have saved nothing of the unit (a teacher without gradients), the masters get the new values at
+once, and the parameter needs no such memory.
 """
 
 from __future__ import annotations
@@ -103,16 +111,7 @@ class Writes:
 
         weight.clamp_()         increments the parameter's ``_version``
         weight.data.clamp_()    does not: the checksum differs from one taken when ``.data`` was read
-        weight.data = value     calls :meth:`replace`
-
-    [Note: assignments in a pass]
-    Under torch ``param.data = value`` between a forward and its backward gives the parameter other memory and does not
-    increment its version. The backward then uses the new values where autograd has saved the parameter itself (a
-    convolution), and the old values where autograd has saved a view (``weight.t()`` of a linear layer). So the engine,
-    too, gives the parameter memory of its own until the pass ends, and the full buffer and the masters keep the old
-    values until then. If autograd can have saved nothing of the unit (a teacher without gradients), the masters get the
-    new values at once, and the parameter needs no such memory.
-    """
+        weight.data = value     calls :meth:`replace`"""
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig) -> None:
         self._buckets, self._comm = buckets, comm
