@@ -62,8 +62,7 @@ def gather(target: Target, *, from_rank: int | None = None, grads: bool = False)
     The values are the master weights: in fp32, or in the only dtype of a precision ``*_true`` or ``fp64``. All ranks
     must write the same values, unless ``from_rank`` names the rank whose values all ranks get. With ``grads``,
     ``param.grad`` is the full reduced gradient, and changes to this gradient are kept too, by the same rule. Raises
-    RuntimeError on all ranks, and keeps nothing, if ranks that each hold a shard have written different values.
-    """
+    RuntimeError on all ranks, and keeps nothing, if ranks that share shards have written different values."""
     engine, params = _resolve(target)
     with show_gathered(engine, params, from_rank=from_rank, grads=grads):
         yield

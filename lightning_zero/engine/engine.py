@@ -112,7 +112,7 @@ class Engine(Core):
         Args:
             stage: a name in ``zero/stage`` or the stage's number. None: unchanged.
             offload: a name in ``zero/offload``, or all settings of ``zero.offload``. A name keeps the other settings.
-            follow: functions called before each bucket's move with the bucket's number and a :class:`Move`. They move
+            follow: functions called before each bucket's move with the bucket's index and a :class:`Move`. They move
                 values that other objects hold for the bucket's elements (averaged weights).
 
         Raises ConfigError on all ranks, before any change, if the settings cannot be used or differ between ranks, or
@@ -128,10 +128,9 @@ class Engine(Core):
         self, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
     ) -> State:
         """Return ``module.state_dict()`` with full tensors on the host. Collective. By default only rank 0's tensors
-        have values; those of other ranks have a shape and dtype, and a use of their values raises RuntimeError. If the
-        module overrides ``state_dict``, its override is called. Tied parameters share one tensor. With
-        ``trainable_only`` the dict lacks frozen parameters. With ``fakes``, tensors have a shape and dtype, no
-        values."""
+        have values. Tensors on other ranks have only a shape and dtype; a use of their values raises RuntimeError. If
+        the module overrides ``state_dict``, its override is called. Tied parameters share one tensor. With
+        ``trainable_only`` the dict lacks frozen parameters. With ``fakes`` no tensor has values, on any rank."""
         return state_dicts.module_state(self, only_rank_0=only_rank_0, fakes=fakes, trainable_only=trainable_only)
 
     def load_state_dict(self, state: Saved, *, strict: bool = True) -> _IncompatibleKeys:
@@ -144,8 +143,8 @@ class Engine(Core):
     @contextlib.contextmanager
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> Iterator[None]:
         """Open a pass (a forward and its backward): modules can be called and the root's parameters read. Collective.
-        The pass ends with the next backward. With ``evaluation`` it has no backward, and ends at the end of the
-        ``with``. Passes with the same ``key`` share one recorded order of gathers."""
+        The pass ends with the next backward. With ``evaluation`` there is no backward, and the pass ends with the
+        ``with`` block. Passes with the same ``key`` share one recorded order of gathers."""
         if not evaluation:
             whole_params.shard_again(self)  # and leave it sharded after the scope: a backward follows
         with whole_params.set_aside(self), self.passes.scope(key, evaluation=evaluation):
@@ -172,9 +171,9 @@ class Engine(Core):
 
     @outside_autograd
     def renew_optimizers(self, make: Callable[[], Sequence[Optimizer]]) -> None:
-        """Step the optimizers that ``make()`` returns, and no others from now on. Collective. An optimizer that
-        ``make()`` returns again keeps its state. If ``make()`` does not return an optimizer, but the user's code still
-        refers to the object, its state becomes whole tensors on the host."""
+        """Replace the engine's optimizers by those that ``make()`` returns. Collective. An optimizer that is returned
+        again keeps its state. If an optimizer is not returned and the user's code still refers to it, its state becomes
+        whole tensors on the host."""
         self.passes.wait_for_all()
         before, self.optimizers[:] = [*self.optimizers], []
         paused = [(stepper, weakref.ref(stepper.pause())) for stepper in before]

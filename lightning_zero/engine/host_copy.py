@@ -19,7 +19,7 @@ from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes
 
 
 class _Shown(NamedTuple):
-    """A parameter in shared memory: ``original`` is what all ranks of a host see, ``value`` a copy-on-write view."""
+    """A parameter in shared memory. All ranks of a host see ``original``; ``value`` is a copy-on-write view of it."""
 
     bucket: Bucket
     info: ParamInfo
@@ -28,8 +28,8 @@ class _Shown(NamedTuple):
 
 
 class HostCopy:
-    """Gives this rank access to a copy of all parameters in shared memory of its host. ``fd``: the file descriptor of
-    that memory. ``params``: each parameter's memory. This rank's writes are private to it (copy-on-write)."""
+    """Maps the host's shared memory, which has a copy of all parameters. This rank's writes are private to the rank
+    (copy-on-write). ``fd``: the file descriptor of the memory. ``params``: each parameter's place in the memory."""
 
     def __init__(self, buckets: Sequence[Bucket], fd: int) -> None:
         self.nbytes, start = nbytes_of(buckets), 0
@@ -65,7 +65,7 @@ class HostCopy:
         return True
 
     def written(self) -> dict[int, Tensor]:
-        """Return, by index in ``params``, the host values of parameters that users have written to on this rank."""
+        """Return {index in ``params``: values on the host} for parameters that users have written to on this rank."""
         found = {}
         for number, (_, info, original, _) in enumerate(self.params):
             now = info.param.data.detach().to("cpu", info.dtype)
@@ -79,7 +79,7 @@ def nbytes_of(buckets: Iterable[Bucket]) -> int:
 
 
 def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
-    """Return a tensor for a parameter on ``memory``, from byte ``start``. ``torch.save`` writes only its bytes."""
+    """Return a parameter's tensor at byte ``start`` of ``memory``. ``torch.save`` writes only the tensor's bytes."""
     if not info.numel:
         return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)

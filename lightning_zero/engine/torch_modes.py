@@ -79,7 +79,7 @@ def under_modes(modes: tuple[torch.dtype, Sequence[TorchFunctionMode]]) -> Itera
 
 
 def without_history(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate as :func:`outside_autograd`, but without changes of modes if grad and inference mode are off already.
+    """Like :func:`outside_autograd`, but call ``method`` directly if grad and inference mode are off already.
     ``method`` must not use parameters."""
     guarded = outside_autograd(method)
 
@@ -93,6 +93,6 @@ def without_history(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which autocast is off; one without effect for a device type without autocast (meta)."""
+    """Return a context in which autocast is off. It has no effect for a device type without autocast (meta)."""
     known = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()

@@ -26,9 +26,9 @@ def check_torchao(precision: PrecisionConfig) -> None:
 
 
 def convert(module: nn.Module, precision: PrecisionConfig, device: torch.device) -> None:
-    """Let exactly the linear layers of ``module`` that ``precision`` chooses compute in float8, also after an earlier
-    run chose others. The class of such a layer becomes torchao's Float8Linear; the object, with its hooks, remains the
-    same. Subclasses of nn.Linear, also those with parametrized weights, are not chosen: they have their own forward.
+    """Let the linear layers of ``module`` that ``precision`` chooses compute in float8. Layers that only an earlier run
+    chose become nn.Linear again. The class of a chosen layer becomes torchao's Float8Linear; the object stays the same,
+    with its hooks. Subclasses of nn.Linear (also by parametrized weights) are not chosen: they have their own forward.
 
     Raises ConfigError without torchao, on a GPU that cannot multiply in float8, or if no layer is chosen."""
     for linear in module.modules():
@@ -62,7 +62,7 @@ def convert(module: nn.Module, precision: PrecisionConfig, device: torch.device)
             f"zero.precision.float8_exclude={precision.float8_exclude}, got none in {type(module).__name__}. Change "
             "zero.precision.float8_exclude, or choose zero/precision=bf16."
         )
-    # Padded, as a product in the backward sums over the rows of the batch, of which GPUs take multiples of 16.
+    # Padded, because a product in the backward sums over the rows of the batch, of which GPUs take multiples of 16.
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not on_gpu, pad_inner_dim=True)
     example = convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=config)
     for linear in chosen:

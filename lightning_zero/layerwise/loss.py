@@ -28,14 +28,14 @@ def chunked_loss(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """Return ``loss(head(hidden), targets)``, with the logits of one chunk in memory at a time.
+    """Return ``loss(head(hidden), targets)``. Only the logits of one chunk are in memory at a time.
 
     The backward computes the logits of each chunk again. Gradients equal those of the whole batch.
 
     Args:
         head: a module that maps ``[tokens, width]`` to logits ``[tokens, ...]``.
         loss: a module or function that maps logits ``[tokens, ...]`` and targets ``[tokens]`` to losses ``[tokens]``.
-            It has no parameters other than those of ``head``. Default: cross entropy in fp32.
+            It must not have parameters other than those of ``head``. None: cross entropy in fp32.
         hidden: ``[..., width]``, with targets ``[...]``.
         chunks: number of chunks.
         ignore_index: tokens with this target have loss 0 and are not counted.

@@ -1,8 +1,8 @@
 """Hold the tensors that an optimizer steps whole on this rank, and their state.
 
-During a step a *full parameter* replaces a parameter in the optimizer's param groups. It is a plain Parameter of the
-same shape and strides, and has values during a step only. It is the key of the parameter's optimizer state. The owner
-(every rank, if masters are replicated) holds this state, on the tier of the bucket's masters."""
+During a step a *full parameter* replaces a parameter in the optimizer's param groups. A full parameter is a plain
+Parameter of the same shape and strides, and has values during a step only. It is the key of the optimizer state. The
+owner (every rank, if masters are replicated) holds this state, on the tier of the bucket's masters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WholeTensor:
 
     @property
     def key(self) -> nn.Parameter:
-        """Return the full parameter, the key of the optimizer's state. Only for ranks that step the tensor."""
+        """Return the full parameter, the key of the optimizer's state. Only ranks that step the tensor have one."""
         assert self.full_param is not None
         return self.full_param
 
@@ -79,8 +79,8 @@ class Owned:
     # -- which tensors --------------------------------------------------------------------------------------------
 
     def replace_tensors(self, wanted: Sequence[WholeTensor]) -> None:
-        """Replace the set of tensors by ``wanted``, after param groups have changed. A tensor that was in the old set
-        keeps its object and state. Tensors that have been stepped stay in the set, because they may be wanted again."""
+        """Replace the tensors by ``wanted``, after param groups have changed. A tensor that was here before keeps its
+        object and state. Tensors that have been stepped stay here, because a later call may want them again."""
         found = {key: tensor for key, tensor in self.tensors.items() if key in self._stepped}
         found |= {(tensor.bucket, tensor.info.slot): tensor for tensor in wanted}
         for key, tensor in found.items():
@@ -143,8 +143,8 @@ class Owned:
         return found
 
     def move_to_tier(self, bucket: Bucket) -> None:
-        """Move the bucket's optimizer state on this rank to the tier of the masters. The bucket's storage must be
-        accessible (``with opened(bucket.storage)``)."""
+        """Move the bucket's optimizer state on this rank to the tier of the masters. The bucket's storage must be open
+        (``with opened(bucket.storage)``)."""
         if bucket.plan.storage_tier is Tier.device:
             return
         before = self._flat_states.get(bucket, {})
@@ -176,8 +176,7 @@ class Owned:
                 yield tensor, name, leaf
 
     def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """Return the bucket's state that this rank saves, by the parameter's slot in the bucket, with a :class:`Leaf`
-        instead of each tensor."""
+        """Return {slot: state} for the bucket's state that this rank saves, with a :class:`Leaf` for each tensor."""
         found: dict[int, dict[str, Any]] = {}
         for tensor in self.here(bucket):
             if tensor.is_owner and (state := self.state(tensor)):
@@ -185,8 +184,8 @@ class Owned:
         return found
 
     def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, FlatSlice]]:
-        """Yield (tensor, path in the tensor's state, state tensor, the state tensor as a flat slice in memory order)
-        for each state tensor of the bucket that this rank saves. The bucket's storage need not be accessible."""
+        """Yield (tensor, path in the tensor's state, state tensor, flat slice) for each state tensor of the bucket that
+        this rank saves. The slice is the state tensor in memory order. The bucket's storage may be closed."""
         flat_states = self._flat_states.get(bucket, {})
         for tensor, name, leaf in self.leaves(bucket):
             if tensor.is_owner:
@@ -203,8 +202,8 @@ class Owned:
         self.tensors, self._stepped, self._flat_states = {}, set(), {}
 
     def fill(self, bucket: Bucket, states: Mapping[Key, Mapping[str, Any]], dtype_of: DtypeOf) -> None:
-        """Load the state of the bucket's tensors from ``states``, whose tensors are whole, in memory or in files.
-        ``dtype_of``: returns the dtype in which a state is kept; None: as in ``states``."""
+        """Load the state of the bucket's tensors from ``states``, which has whole tensors, in memory or in files.
+        ``dtype_of``: returns the dtype in which a state is kept, or None to keep the dtype in ``states``."""
         with opened(bucket.storage, changed=True) as master:
             for key in [(bucket, info.slot) for info in bucket.params]:
                 if key in states and key in self.tensors:
@@ -238,7 +237,7 @@ def _nothing(tensor: WholeTensor) -> Tensor:
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """Return a view of all elements [numel] in memory order; a copy if there are gaps between elements, or overlaps."""
+    """Return a flat view [numel] of ``tensor`` in memory order. Return a copy if its memory has gaps or overlaps."""
     if strides_of(tensor) != tensor.stride():
         tensor = tensor.contiguous()
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -249,7 +248,7 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """Return ``value`` of a state as ranks send it: a :class:`Leaf` for a tensor of numel > 1, else a copy."""
+    """Return what ranks send in place of ``value``: a :class:`Leaf` for a tensor of numel > 1, otherwise a copy."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()
@@ -262,8 +261,8 @@ def _is_alone(leaf: Tensor) -> bool:
 
 
 def _alone(before: Mapping[str, Tensor], is_first: bool, name: str, leaf: Tensor) -> Tensor:
-    """Return ``leaf`` if its storage is on the host and has no other values, and ``is_first`` is False. Else return a
-    host copy, in the memory of ``before[name]`` if shape, strides and dtype are equal."""
+    """Return ``leaf`` itself if :func:`_is_alone` holds and ``is_first`` is False. Otherwise return a copy on the host,
+    in the memory of ``before[name]`` if shape, strides and dtype are equal."""
     if _is_alone(leaf) and not is_first:
         return leaf
     at_rest = before.get(name)

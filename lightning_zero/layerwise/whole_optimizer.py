@@ -1,8 +1,8 @@
 """Step whole tensors with the user's optimizer, each on the rank that owns it.
 
 This is for optimizers that need all of a tensor (Muon, Adafactor, Shampoo, SOAP, LAMB), and for unknown classes. Every
-rank calls the class's own ``step`` once, on the tensors that it owns, in the parameters' shapes. Before the step,
-messages send the masters and gradients of adjacent units to the owners; after the step, others send new masters back.
+rank calls the class's own ``step`` once, on the tensors that the rank owns, in the parameters' shapes. Each message
+sends the masters and gradients of adjacent units to the owners before the step, and new masters back after the step.
 Replicated tensors are stepped in place::
 
     open 0, 1 | bring 0 | open 2 | bring 1 | bring 2 | step all | give back 0 | give back 1 | give back 2
@@ -125,7 +125,7 @@ class WholeOptimizer(Stepper):
 
     def _shape_of_state(self, place: Place, name: str) -> Sequence[int] | None:
         tensor = self.owned.tensors.get((place.bucket, place.info.slot))
-        if tensor is None or not self._is_of_torch:  # other classes may treat small tensors, as of the trial, otherwise
+        if tensor is None or not self._is_of_torch:  # other classes may treat the trial's small tensors differently
             return None
         return next((shape.sizes(tensor.info.shape) for shape in self._shapes(tensor) if shape.name == name), None)
 
@@ -238,7 +238,7 @@ class WholeOptimizer(Stepper):
         )
 
     def _state_nbytes(self, tensor: WholeTensor) -> list[int]:
-        """Return the bytes of each state tensor that ``tensor`` will get at its first step, as the trial has shown."""
+        """Return the sizes in bytes of the state tensors that ``tensor`` gets at its first step, as found by trial."""
         return [shape.nbytes(tensor.info.shape) for shape in self._shapes(tensor)]
 
     def state_to_come(self, tier: Tier) -> int:
@@ -406,7 +406,7 @@ Flat = tuple[Tensor, Tensor | None]  # values and gradient, or None
 
 
 class Message:
-    """Sends ``tensors`` to their owners together, and back. ``tensors`` includes tensors that other ranks own.
+    """Sends ``tensors`` to their owners in one message, and back in another. Other ranks own some of the tensors.
     ``used``: ids of the parameters that have a gradient. ``find``: returns this rank's route for tensors to send."""
 
     def __init__(
@@ -446,8 +446,8 @@ class Message:
                 self._owned.show(tensor, *self._in_place(tensor), state=state)
 
     def _exchanged(self, route: Route) -> dict[int, Flat]:
-        """Exchange shards by ``route``. Return flat values and gradient of each tensor that this rank owns, by the
-        tensor's ``id``."""
+        """Exchange shards along ``route``. Return {tensor's ``id``: (flat values, flat gradient or None)} for the
+        tensors that this rank owns."""
         data = torch.empty(sum(route.own_sizes), dtype=torch.uint8, device=self._comm.device)
         for piece, tensor in self._pieces(route.own):
             values, grad = self._shards(tensor)
@@ -483,8 +483,8 @@ class Message:
         return tensor.bucket.master, tensor.bucket.grad if self._has_grad(tensor) else None
 
     def _in_place(self, tensor: WholeTensor) -> Flat:
-        """Return values and gradient (or None) of a tensor whose masters are complete on this rank: views of masters
-        and gradients that are on the device, copies of others."""
+        """Return (values, gradient or None) of a tensor whose masters are complete on this rank. The results are views
+        of masters and gradients that are on the device, and copies of others."""
         bucket, device = tensor.bucket, self._comm.device
         master, grad = self._shards(tensor)
         values = bucket.part_of(master, tensor.info).detach().to(device)
@@ -555,8 +555,8 @@ def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def transfer_of(tensor: WholeTensor, buckets: Sequence[Bucket], with_grad: set[int]) -> Transfer:
-    """Describe how ``tensor`` is sent to its owner. ``buckets``: the buckets of the message; the result has the index
-    of the tensor's bucket among them. ``with_grad``: ids of parameters whose gradient is sent too."""
+    """Return a description of how ``tensor`` is sent to its owner. It refers to the tensor's bucket by its index in
+    ``buckets``, the buckets of the message. ``with_grad``: ids of parameters whose gradient is sent too."""
     dtypes = tensor.bucket.dtypes
     grad = dtypes.grad.itemsize if id(tensor.info.param) in with_grad else 0
     return Transfer(buckets.index(tensor.bucket), tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)

@@ -5,7 +5,7 @@ copies of a piece fit in the cache. Pieces are multiples of 256 elements, for wh
 optimizers give the same numbers as for the whole run.
 
 Stochastic rounding: bf16 has 8 bits of mantissa, so rounding to nearest loses a change below 1/512 of a weight. Instead
-a value is rounded up with a probability equal to the fraction that is cut off, which is right on average (Gupta et al.
+a value is rounded up with a probability equal to the fraction that is cut off: right on average (Gupta et al.
 2015, arXiv:1502.02551; for bf16 Zamirai et al. 2020, arXiv:2010.06192). The random numbers are a hash of element and
 step, so they are the same at every stage, tier and number of ranks."""
 
@@ -52,7 +52,7 @@ def salt_of(*parts: object) -> int:
 
 
 def dtype_of_step(run: Tensor, grad: Tensor, *, rounds: bool) -> torch.dtype:
-    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: masters are rounded stochastically."""
+    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: round masters stochastically."""
     same = grad.dtype == run.dtype and not rounds
     return run.dtype if same else torch.promote_types(run.dtype, torch.float32)
 
@@ -66,14 +66,15 @@ def step_in_chunks(
     factor: Tensor | None = None,
     rounding: tuple[int, int] | None = None,
 ) -> None:
-    """Step ``run`` [n], a slice of masters, with ``grad`` [n], in pieces, in the dtype of :func:`dtype_of_step`.
+    """Step ``run`` [n] (a slice of masters) with its gradient ``grad`` [n], piece by piece.
+
+    The computation is in the dtype that :func:`dtype_of_step` returns.
 
     Args:
         optimizer: one of torch's element-wise optimizers. Its ``state[run]`` is the run's state.
         group: the optimizer's only param group. This function replaces its ``params``.
-        factor: a 0-d tensor, by which copies of the gradients are multiplied, not ``grad`` itself; None: no factor.
-        rounding: (index of the run's first element, salt), to round stochastically; None: round to nearest.
-    """
+        factor: a 0-d tensor by which gradients are multiplied (in copies; ``grad`` does not change). None: no factor.
+        rounding: (index of the run's first element, salt), to round stochastically; None: round to nearest."""
     state = optimizer.state[run]
     step = without_hooks(type(optimizer).step)
     wide = dtype_of_step(run, grad, rounds=rounding is not None)

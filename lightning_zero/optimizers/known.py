@@ -77,9 +77,10 @@ def is_elementwise(optimizer: Optimizer, name: str, value: Any, tensor: Tensor) 
 
 
 def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-    """Create the state of ``tensors`` that torch's step expects and does not create itself. Adagrad creates state only
-    in its constructor (torch 2.11). Fused SGD cannot mix tensors with and without a momentum buffer, so tensors without
-    a buffer get one of zeros. ``group``: the param group of ``tensors``."""
+    """Create state of ``tensors`` that torch's step expects but does not create. ``group``: their param group.
+
+    Adagrad creates state only in its constructor (torch 2.11). Fused SGD cannot mix tensors with and without a momentum
+    buffer, so tensors without a buffer get a buffer of zeros."""
     if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
         for tensor in tensors:
             if optimizer.state[tensor].get("momentum_buffer") is None:
@@ -106,7 +107,7 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a hyperparameter: lists, tuples (``betas``) and tensors, also in these, are copied."""
+    """Return a copy of a tensor, or of a list or tuple (``betas``) and its items. Return any other value itself."""
     if isinstance(value, Tensor):
         return value.clone()
     return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
@@ -120,8 +121,8 @@ def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
 
 
 def count_states(optimizer: Optimizer) -> int:
-    """Step a small parameter with a copy of ``optimizer``, and return how many element-wise states the parameter then
-    has: the most over param groups. Return 0 for a class that is not one of torch's element-wise ones."""
+    """Return how many element-wise states ``optimizer`` keeps per parameter: the maximum over its param groups, found
+    by a step of a small parameter. Return 0 if ``optimizer`` is not one of torch's element-wise optimizers."""
     if base_of(optimizer) is None:
         return 0
     counts = [0]
@@ -138,8 +139,8 @@ def count_states(optimizer: Optimizer) -> int:
 
 
 def prefers_fused(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
-    """Return whether torch's fused kernel can step ``params`` and the user has chosen no kernel in ``group``. On a CPU
-    the fused kernel is the only fast one."""
+    """Return whether to use torch's fused kernel for ``params``: it supports them, and the user has chosen no kernel in
+    ``group``. On a CPU the fused kernel is the only fast one."""
     free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
     if isinstance(optimizer, torch.optim.SGD):
         if group["momentum"] and group["dampening"]:

@@ -1,12 +1,13 @@
 """Optimizer state in bf16 (``zero.optimizer.state_dtype``), and steps that write it.
 
 **Steps.** For each piece of a run, a step copies the state to fp32 buffers in :class:`PieceMemory`, calls torch's
-optimizer, and rounds the new state to bf16. Each thread steps pieces of its own with kernels of one thread: if kernels
-used all threads, each of a step's fifty short kernels would wait for the slowest thread.
+optimizer, and rounds the new state to bf16. Each thread steps its own pieces with single-threaded kernels. With
+multi-threaded kernels, each of a step's fifty short kernels would wait for the slowest thread.
 
-**Rounding.** With beta2 = 0.999 a step changes a second moment by a thousandth, less than half a unit in the last place
-of bf16, and rounding to nearest would lose it. So a step rounds up with the probability of the fraction that is cut
-off. Random bits depend only on the parameter's name, the element's index in it, the step and the state::
+**Rounding.** With beta2 = 0.999 a step changes a second moment by a thousandth of its value. This is less than half a
+unit in the last place of bf16, so rounding to nearest would lose the change. Instead a value is rounded up with a
+probability equal to the fraction that is cut off. The random bits depend only on the parameter's name, the element's
+index in the parameter, the step and the state's index::
 
     parameter | span 0, of 2^18 elements | span 1       | ...
     table     |      ....[  span 1  ].......[  span 0  ].....|    a hash places each span in one table of bits
@@ -39,7 +40,7 @@ STORE_CHUNK = 1 << 20  # elements
 
 
 class Stretch(NamedTuple):
-    """Random bits that round elements ``[start, stop)`` of a piece of optimizer state. ``bits``: int32, read-only."""
+    """Random bits for rounding elements ``[start, stop)`` of a piece of optimizer state. ``bits``: int32, read-only."""
 
     start: int
     stop: int
@@ -47,8 +48,8 @@ class Stretch(NamedTuple):
 
 
 def narrow(values: Tensor, part: Tensor, noise: Sequence[Stretch]) -> None:
-    """Round fp32 ``values`` [n] stochastically, by the random bits ``noise``, and write the result to ``part`` [n]
-    bf16. Elements in no Stretch are truncated. Overwrites ``values``."""
+    """Round fp32 ``values`` [n] stochastically to bf16 and write the result to ``part`` [n]. Overwrites ``values``.
+    ``noise``: the random bits. Elements outside of every Stretch are truncated."""
     # Noise could carry a NaN's bits into its sign. On a CPU it is faster to look for NaN first.
     if values.device.type != "cpu" or values.amax().isnan():
         values.masked_fill_(values.isnan(), torch.nan)
@@ -62,14 +63,14 @@ _MIX = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))  # a 32-bit integer hash wi
 _TABLE, _SPAN = TABLE_NBYTES // 4, 1 << 18  # elements
 
 Places = Sequence[tuple[Fragment, str]]
-"""A run's fragments of parameters, in order, each with its parameter's name. A fragment starts at element ``start`` of
-the run."""
+"""The fragments of parameters in a run, in order, each with its parameter's name. ``fragment.start`` is an index in the
+run."""
 
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
-    """Return the random bits that round the state of elements ``[low, high)`` of a run in step ``step``; padding has
-    none. Positions in the result count from ``low``. ``places``: the run's fragments of parameters. ``number``: index
-    of the state among the optimizer's states."""
+    """Return the random bits for rounding the state of elements ``[low, high)`` of a run in step ``step``. Padding gets
+    no bits. Positions in the result are relative to ``low``. ``number``: index of the state among the optimizer's
+    states."""
     table, found = _table(device), []
     first = bisect_right(places, low, key=lambda place: place[0].start + place[0].numel)
     for fragment, name in places[first:]:
@@ -161,7 +162,7 @@ def narrow_states(optimizer: Optimizer, state: StateDtype) -> tuple[str, ...]:
 
 
 class _Memory:
-    """Buffers in which one thread steps pieces of runs, of at most ``numel`` elements. The memory plan counts them."""
+    """Buffers in which one thread steps pieces of at most ``numel`` elements. The memory plan counts these buffers."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
@@ -174,8 +175,8 @@ class _Memory:
 
 
 class PieceMemory:
-    """Keeps the buffers in which threads step pieces of runs, for all optimizers, because allocating buffers in each
-    step would cost page faults."""
+    """Keeps the buffers in which threads step pieces of runs. All optimizers share these buffers. Allocating new ones
+    in each step would cost page faults."""
 
     def __init__(self) -> None:
         self._held: list[_Memory] = []
@@ -194,9 +195,9 @@ class PieceMemory:
 
 @dataclass(frozen=True)
 class NarrowStep:
-    """One optimizer step of ``run`` [n], a slice of the masters, with ``grad`` [n]. ``names``: the keys of ``state``
-    whose tensors are in bf16. ``places``: the run's fragments of parameters. ``step``: number of the step, from 1.
-    ``factor``: a 0-d tensor, by which copies of the gradients are multiplied, not ``grad`` itself; None: no factor.
+    """One optimizer step of ``run`` [n] (a slice of masters) with its gradient ``grad`` [n]. ``names``: the keys of
+    ``state`` whose tensors are in bf16. ``step``: the step count, from 1.
+    ``factor``: a 0-d tensor by which gradients are multiplied (in copies; ``grad`` does not change). None: no factor.
     ``rounding``: (index of the run's first element, salt), to round bf16 masters stochastically; None: to nearest."""
 
     run: Tensor

@@ -1,13 +1,13 @@
-"""Try an optimizer before training: does it step each tensor by itself, and what state does it keep? And does a class
-that users declare element-wise (``zero.optimizer.sharding=slices``) step each element by itself?
+"""Try an optimizer before training: does it step each tensor by itself, and what state does it keep? If the user has
+declared the class element-wise (``zero.optimizer.sharding=slices``), does it step each element by itself?
 
-:func:`probe`: one copy of the optimizer steps all tensors, others step parts of equal tensors, as ranks do, and the
-results must agree to the bit. They step small tensors a dozen times, then tensors of the model's shapes a few times,
-because a class may treat some sizes differently.
+:func:`probe`: one copy of the optimizer steps all tensors together. Other copies step a part of the same tensors each,
+like ranks do. The results must be equal to the bit. The copies step small tensors a dozen times, then tensors of the
+model's shapes a few times, because a class may treat some sizes differently.
 
-:func:`check_declared`: tensors are stepped whole, and in slices as on two ranks: small tensors, then some of the
-model's shapes. Results must agree within a tolerance, because vectorised kernels round the last elements of a tensor
-differently."""
+:func:`check_declared`: one copy steps whole tensors; others step slices of the same tensors, like two ranks would. The
+tensors are small first, then some of the model's shapes. The results must be equal within a tolerance, because
+vectorised kernels round the last elements of a tensor differently."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _probe_small(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device) 
 
 def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
     """Raise ConfigError if ``optimizer`` does not step each element by itself, or if its step calls its closure.
-    ``cut``: returns the lengths of the slices of a parameter. Some optimizers cannot be tried and are accepted: those
-    whose step fails or draws random numbers, or whose constructor made state."""
+    ``cut``: returns the lengths of the slices of a parameter. An optimizer that cannot be tried is accepted: one whose
+    step fails or draws random numbers, or whose constructor has made state."""
     if optimizer.state or device.type == "meta":
         return
 
@@ -133,8 +133,8 @@ def _differs(make: Callable[..., Trial], cut: Cut) -> bool:
 
 
 def _stepped(trial: Trial, seed: int, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Step the trial's tensors; if ``rank`` is given, only the slices of this rank. Return each tensor's change in each
-    step, and the numbers in the param groups."""
+    """Step the trial's tensors or, if ``rank`` is given, only the slices of that rank. Return (changes, settings): each
+    tensor's change in each step, and the numeric values in the param groups afterwards."""
     groups = trial.optimizer.param_groups
     if rank is not None:
         for group in groups:

@@ -1,6 +1,6 @@
 """Refuse optimizers whose class or settings cannot work, before any trial step.
 
-The main job checks before any process starts (``app/parts.py``). Ranks check the optimizers that the module makes."""
+``app/parts.py`` checks a configured optimizer before processes start. Ranks check the optimizers of the module."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> No
 
 
 def check_narrow_groups(optimizer: Optimizer, state: StateDtype, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if param ``groups`` of ``optimizer`` (also from a checkpoint) need state that cannot be stored
-    in the dtype ``state``, or no state at all."""
+    """Raise ConfigError if one of the param groups in ``groups`` needs state that cannot be stored in the dtype
+    ``state``, or keeps no state at all. ``groups``: param groups of ``optimizer`` or of a checkpoint."""
     asked, base = f"{_KEY}={state.name}", base_of(optimizer)
     for group in groups:
         if base is torch.optim.SGD and not group["momentum"]:
@@ -124,8 +124,8 @@ def _refuse_own_step(optimizer: Optimizer) -> None:
 
 
 def refuse_unequal(table: Sequence[Sequence[Sequence[Mapping[str, object]]]]) -> NoReturn:
-    """Raise ConfigError that names the first setting in ``table[rank][optimizer][param group]`` that differs from
-    rank 0's or, if none does, says that ranks differ in the number of param groups."""
+    """Raise a ConfigError that names the first setting which differs from rank 0's. If no setting differs, the error
+    says that ranks have different numbers of param groups. ``table[rank][optimizer][param group]``: the settings."""
     for rank, found in enumerate(table):
         for number, (first, other) in enumerate(zip(table[0], found, strict=False)):
             for group, (mine, others) in enumerate(zip(first, other, strict=False)):

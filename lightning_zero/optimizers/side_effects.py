@@ -28,8 +28,8 @@ _OF_TORCH = ("state", "param_groups", "defaults", *HOOKS)
 
 @contextlib.contextmanager
 def listed(optimizer: Optimizer, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> Iterator[None]:
-    """While the body runs, let each param group of ``optimizer`` have other tensors. ``lists``: for each group, pairs
-    of the index of a parameter in the group and the tensor that replaces it. Parameters not listed are left out."""
+    """Replace the tensors of each param group of ``optimizer`` while the body runs. ``lists``: for each group, pairs
+    (index of a parameter in the group, tensor that replaces the parameter). Other parameters are left out."""
     # In the same list objects, to which an optimizer may refer.
     kept = [(group, group["params"], list(group["params"]), group.get(_NAMES)) for group in optimizer.param_groups]
     try:
@@ -71,15 +71,15 @@ class Watch:
         self._own = _noted(_attributes(optimizer))
 
     def effects(self, stepped: Sequence[bool]) -> Effects:
-        """Return what has changed since this object was made. ``stepped``: whether the step got tensors, by group."""
+        """Return what has changed since this object was made. ``stepped``: for each group, whether it had tensors."""
         pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
         groups = [_changed(group, before) for group, before in pairs]
         return Effects(groups, list(stepped), _changed(_attributes(self._optimizer), self._own))
 
 
 def take_over(optimizer: Optimizer, effects: Sequence[Effects]) -> None:
-    """Write the settings and attributes that a step has changed into ``optimizer``. ``effects``: those of each rank; a
-    group's settings are taken from the first rank that has stepped tensors of the group."""
+    """Write the settings and attributes that a step has changed into ``optimizer``. ``effects`` has one item per rank.
+    A group's settings are taken from the first rank that has stepped tensors of the group."""
     for number, group in enumerate(optimizer.param_groups):
         _set(group, next((e for e in effects if e.stepped[number]), effects[0]).groups[number])
     _set(optimizer.__dict__, next((e for e in effects if any(e.stepped)), effects[0]).own)
@@ -143,8 +143,8 @@ def _set(values: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _refill(held: Any, value: Any) -> bool:
-    """Replace the items of the container ``held`` by the items of ``value``, in place. Return False, and change
-    nothing, unless both are containers of the same type."""
+    """Replace the items of the container ``held`` by the items of ``value``, in place, and return True. If they are not
+    containers of the same type, change nothing and return False."""
     if type(held) is not type(value) or not isinstance(held, (list, deque, dict, set)):
         return False
     value = copy.deepcopy(value)

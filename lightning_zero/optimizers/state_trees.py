@@ -68,7 +68,7 @@ def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> A
 
 
 def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
-    """Do as :func:`map_tree`, but replace only tensors of more than one element, by ``change(path, tensor)``."""
+    """Like :func:`map_tree`, but replace only tensors of more than one element."""
     return map_tree(
         value, lambda name, leaf: change(name, leaf) if isinstance(leaf, Tensor) and leaf.numel() > 1 else leaf
     )

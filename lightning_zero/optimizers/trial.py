@@ -59,8 +59,8 @@ def refuse_wrapped_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> Non
 
 @contextlib.contextmanager
 def trying(name: str, device: torch.device) -> Iterator[None]:
-    """While the body runs, raise ConfigError, which names the optimizer class ``name``, at each collective. When the
-    body ends, restore the states of random generators."""
+    """While the body runs, a call of a collective raises a ConfigError that names the optimizer class ``name``. When
+    the body ends, the states of random generators are restored."""
     accelerators = [] if device.type == "cpu" else [device.index or 0]
     before = random.getstate()
     of_numpy = numpy.random.get_state() if (numpy := sys.modules.get("numpy")) is not None else None
@@ -100,16 +100,16 @@ class _NoMessages(TorchDispatchMode):
 
 
 class _Small(NamedTuple):
-    """A random tensor that a trial steps instead of the parameters ``alike``."""
+    """A random tensor that a trial steps in place of one or more of the model's parameters."""
 
     group: int
     place: int  # index in its param group
     tensor: nn.Parameter
-    alike: Sequence[nn.Parameter]
+    alike: Sequence[nn.Parameter]  # the parameters that it replaces
 
 
 class _Kind(NamedTuple):
-    """What distinguishes parameters in a trial, which steps the same tensors for all parameters with equal fields."""
+    """The properties of a parameter that matter in a trial. Parameters with equal properties share trial tensors."""
 
     group: int
     shape: tuple[int, ...]  # made up unless true shapes are tried
@@ -122,10 +122,10 @@ class Trial:
 
     Args:
         dtype_of: returns the dtype of a parameter's master.
-        cut: into which flat slices a parameter's tensor is cut; None: do not cut.
-        most_true: try tensors of the parameters' own shapes, with at most this number of elements in all. Small tensors
-            replace shapes that are too large (``untried``). A shape that a param group has twice is tried twice. 0: try
-            small tensors only."""
+        cut: returns the lengths of the flat slices into which a parameter's tensor is cut. None: do not cut.
+        most_true: try tensors of the parameters' own shapes, with at most this many elements in all. Small tensors
+            replace shapes that are too large (``untried``). A shape that occurs twice in a param group is tried twice.
+            0: try small tensors only."""
 
     def __init__(
         self,
@@ -206,8 +206,8 @@ class Trial:
                 step_of(self.optimizer)(self.optimizer)
 
     def run_apart(self) -> None:
-        """Step as ranks do: each part of the tensors with its own copy of the optimizer, and one more copy without
-        tensors. Then ``self.optimizer`` is a copy with the state of all tensors."""
+        """Step like ranks do: a separate copy of the optimizer steps each part of the tensors, and one more copy has no
+        tensors. Afterwards ``self.optimizer`` is a copy with the state of all tensors."""
         parts = [*filter(None, self._parts()), []]
         copies = [self._only(part) for part in parts]
         stepped = [[any(s.group == n for s in part) for n in range(len(copies[0].param_groups))] for part in parts]
@@ -215,7 +215,7 @@ class Trial:
             self.give_gradients(scale)
             effects = []
             for rank, (made, listed) in enumerate(zip(copies, stepped, strict=True)):
-                # Other random numbers than in one call, as ranks have, or as an earlier tensor has used some up.
+                # Random numbers differ from those in one call: ranks have their own, and earlier tensors use some up.
                 torch.default_generator.manual_seed(len(SCALES) * (1 + rank) + number)
                 before = Watch(made)
                 with hooks_set_aside(made):
@@ -253,8 +253,8 @@ class Trial:
         return [torch.cat([tensor.detach().flatten() for tensor in slices]) for slices in self._slices]
 
     def _parts(self) -> Sequence[Sequence[_Small]]:
-        """Return the trial's tensors in parts, one for each copy of the optimizer: one tensor each if the parameters'
-        own shapes are tried, else three parts such that some param groups are empty in a copy."""
+        """Divide the trial's tensors into parts, one part for each copy of the optimizer. If the parameters' own shapes
+        are tried, each tensor is a part. Otherwise there are three parts, in which some param groups are empty."""
         if self._true:
             return [[small] for small in self._small]
         even = self._small[::2]
@@ -262,7 +262,7 @@ class Trial:
         return self._small[1::2], [s for s in even if s.group != last], [s for s in even if s.group == last]
 
     def steps_all(self) -> bool:
-        """Return whether a step without any gradients changes a tensor or its state; False if that step fails."""
+        """Return whether a step without any gradients changes a tensor or its state. Return False if the step fails."""
         before = copy.deepcopy(self._of_tensors())
         for small in self._small:
             small.tensor.grad = None
@@ -321,8 +321,8 @@ def _small(dims: int) -> list[tuple[int, ...]]:
 
 
 def _true(kinds: Mapping[_Kind, Sequence[nn.Parameter]], left: int) -> dict[_Kind, list[tuple[int, ...]]]:
-    """Return, by kind, the shapes of at most two parameters to try, with at most ``left`` elements in all. New shapes
-    are chosen before repeated ones, and small shapes before large ones."""
+    """Choose the shapes to try: up to two for each kind, with at most ``left`` elements in all. New shapes are chosen
+    before repeated ones, and small shapes before large ones."""
     seen: Counter[tuple[int, ...]] = Counter()
     wanted: list[tuple[int, int, _Kind]] = []
     for kind in (kind for kind, alike in kinds.items() for _ in alike[:2]):
@@ -363,8 +363,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _noted(holder: Any, seen: set[int], depth: int = 0) -> dict[str, Any]:
-    """Return the plain values and tensors in the attributes of ``holder``, nested as there, to compare two trials.
-    ``seen``: ids of objects that are not visited again. ``depth``: at how many levels of nesting ``holder`` is."""
+    """Return the plain values and tensors in the attributes of ``holder``, with the same nesting, so that two trials
+    can be compared. ``seen``: ids of objects that are not visited again. ``depth``: the nesting level of ``holder``."""
     seen.add(id(holder))
     skipped = ("state", "param_groups", "defaults") if isinstance(holder, Optimizer) else ()
     return {name: _plain_of(v, seen, depth) for name, v in vars(holder).items() if name not in skipped}
@@ -386,8 +386,8 @@ def _plain_of(value: Any, seen: set[int], depth: int) -> Any:
 
 
 def _shrunk(value: Any, param: nn.Parameter, small: nn.Parameter) -> Any:
-    """Return a state for ``small`` with the layout of ``value``, a state of ``param``. Its tensors are filled with the
-    first element of the corresponding tensors of ``value``."""
+    """Return a state for ``small`` that has the structure of ``value``, which is a state of ``param``. Each tensor is
+    filled with the first element of the corresponding tensor in ``value``."""
     if isinstance(value, Tensor) and value.numel() > 1:
         side_of = dict(zip(reversed(param.shape), reversed(small.shape), strict=True))
         shape = small.shape if value.shape == param.shape else [side_of.get(n, n) for n in value.shape]

@@ -57,7 +57,7 @@ class _Memory:
 
     @property
     def is_held(self) -> bool:
-        """Return whether users' tensors still refer to this memory. Call only while the bucket's parameters do not."""
+        """Return whether users hold tensors in this memory. Call only while the bucket's parameters are elsewhere."""
         return any(references(tensor) > 1 for tensor in (self.full, *self.own.values()))
 
     def value(self, info: ParamInfo) -> Tensor:
@@ -137,8 +137,8 @@ class Between:
         return self.in_run and threading.get_ident() == self._thread
 
     def takes_calls(self, device: torch.device) -> bool:
-        """Return whether a module that is called between steps must compute with masters: if its call is outside of
-        autocast, where inputs have the masters' dtype, and passes compute in another dtype."""
+        """Return whether a module that is called between steps must compute with masters. This is so if passes compute
+        in another dtype and the call is outside of autocast, where inputs have the masters' dtype."""
         return self.rounds and not torch.is_autocast_enabled(device.type)
 
     def plans_changed(self) -> None:
@@ -146,12 +146,12 @@ class Between:
         self.rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
 
     def pass_begins(self) -> None:
-        """In buckets that stay gathered, let users' code see the compute parameters: a pass begins."""
+        """When a pass begins, let users' code see the compute parameters in buckets that stay gathered."""
         for bucket in self.rounded:
             bucket.hide_rounded(False)
 
     def pass_ends(self) -> None:
-        """In buckets that stay gathered, let uses of parameters call the engine, which shows masters: a pass ends."""
+        """When a pass ends, let uses of parameters in buckets that stay gathered call the engine to show masters."""
         for bucket in self.rounded:
             bucket.hide_rounded(True)
 
@@ -162,8 +162,8 @@ class Between:
         """Gather the masters of ``unit``, and make the masters the values of its parameters. Collective.
 
         Args:
-            what: The use, in words, for errors.
-            beside: The units of all parameters that the same operation uses, whose earlier use is not undone.
+            what: A text that names the use, for errors.
+            beside: The units of all parameters that the same operation uses. Their earlier uses are not undone.
 
         Raises ApartError on all ranks if a rank uses another unit or makes another collective call.
         """
@@ -206,8 +206,8 @@ class Between:
 
     def check_room(self, params: Iterable[nn.Parameter], what: str, *, or_on_host: bool = False) -> bool:
         """Raise RuntimeError on all ranks if the masters of ``params`` do not fit into free device memory (with
-        ``or_on_host``: nor into free host memory). Return True if only the hosts have room. ``what``: the operation, in
-        words. Collective."""
+        ``or_on_host``: nor into free host memory). Return True if only the hosts have room. ``what``: the operation's
+        name. Collective."""
         nbytes = sum(
             bucket.layout.numel * bucket.dtypes.master.itemsize
             for bucket in self._buckets_of(params)
@@ -264,8 +264,8 @@ class Between:
             bucket.show_whole(Shown.MASTERS, memory.values())
 
     def _make_room(self, unit: Unit, beside: Collection[Unit]) -> None:
-        """Undo :meth:`use` for units, the first used ones first, until the remaining units and ``unit`` take at most
-        ``most_bytes``. Leave out the units ``beside``."""
+        """Undo :meth:`use` for the units used first, until ``unit`` and the remaining units take at most
+        ``most_bytes``. Skip the units in ``beside``."""
         left = sum(map(_nbytes, self.shown)) + _nbytes(unit)
         oldest = []
         for known in self.shown:
@@ -279,7 +279,7 @@ class Between:
             self._hide(oldest, f"room for unit {unit.title} between steps")
 
     def hand_out(self, place: Place, values: Tensor) -> None:
-        """Note that users' code has read ``.data`` of the parameter at ``place``. Save a checksum of its values,
+        """Record that users' code has read ``.data`` of the parameter at ``place``. Save a checksum of its values,
         because writes to ``.data`` do not increment the version counter."""
         memory = self.memory[place.bucket]
         if place.info.slot not in memory.handed_out:
@@ -347,7 +347,7 @@ class Between:
 
     def _take_over(self, buckets: Sequence[Bucket], hidden: Sequence[Bucket], what: str) -> None:
         """Copy values that users have written to parameters of ``buckets`` to the masters, and undo :meth:`use` for the
-        buckets ``hidden``. ``what``: the operation, in words. Collective."""
+        buckets in ``hidden``. ``what``: the operation's name. Collective."""
         number_of = {bucket: number for number, bucket in enumerate(self.memory)}
         written = {number_of[bucket]: slots for bucket in buckets if (slots := self._written(bucket))}
         for bucket in hidden:

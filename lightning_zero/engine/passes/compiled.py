@@ -51,7 +51,7 @@ def compile_with(**settings: Any) -> Compile:
 
 
 def how_compiled(function: object) -> Compile | None:
-    """Return the settings with which ``function``, a function or module, was compiled. None: it is not compiled."""
+    """Return the settings with which ``function`` (or module) was compiled, or None if it is not compiled."""
     context: Any = vars(function).get("dynamo_ctx") if isinstance(function, nn.Module) else None
     if context is None and isinstance(function, types.FunctionType) and hasattr(function, "_torchdynamo_orig_callable"):
         # torch offers no other way to find the settings of a compiled function.
@@ -117,8 +117,8 @@ def check_compiler(config: CompileConfig) -> None:
 
 
 def find_compiler(what: str, way_out: str) -> None:
-    """Raise a ConfigError if there is no C++ compiler for inductor. Its message names ``what``, the setting that needs
-    the compiler, and ``way_out``, what to do without one."""
+    """Raise a ConfigError if there is no C++ compiler for inductor. ``what``: the setting that needs the compiler.
+    ``way_out``: what users can do without one. The message contains both."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # the import takes a second
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -156,10 +156,10 @@ class CompiledModules:
 
     Args:
         forwards: forwards of the units by name, the root's ("") first.
-        blocks: settings for compiling units other than the root, except units that are compiled already. None: compile
-            no units but those that users have compiled.
-        refuse: raises if a user's later ``compile()`` of a module has unusable settings; called before anything
-            changes. Takes a small function, compiled with these settings for trial, and the module's class name.
+        blocks: settings for compiling units other than the root, except units that are compiled already. None: only
+            units that users have compiled are compiled.
+        refuse: called before a user's later ``compile()`` of a module, with a small function that was compiled with the
+            same settings, and the class name of the module. Raises if the settings cannot be used.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class CompiledModules:
             module.compile(**settings)
 
     def _compiled(self, module: nn.Module, how: Compile) -> None:
-        """Compile the units inside ``module`` with ``how``, the settings with which ``module`` itself was compiled."""
+        """Compile the units inside ``module`` with the settings ``how``, with which ``module`` itself was compiled."""
         if module in self._forwards:
             self._own.add(module)
         for unit in self._inside.get(module, ()):

@@ -84,7 +84,7 @@ def copy_containers(value: _T) -> _T:
 
 
 def take_tensors(value: object) -> tuple[object, list[Tensor]]:
-    """Replace each tensor in ``value`` by a numbered :class:`TensorPlace`. Return the result and the tensors."""
+    """Replace each tensor in ``value`` by a :class:`TensorPlace`. Return (the result, list of the taken tensors)."""
     numbers: dict[int, int] = {}
     tensors: list[Tensor] = []
 
@@ -100,8 +100,8 @@ def take_tensors(value: object) -> tuple[object, list[Tensor]]:
 
 
 def put_tensors(form: object, tensors: Sequence[Tensor]) -> Any:
-    """Undo :func:`take_tensors`: replace each :class:`TensorPlace` in ``form`` by the tensor of its number in
-    ``tensors``, which can be other tensors than the ones taken out."""
+    """Undo :func:`take_tensors`: replace each :class:`TensorPlace` in ``form`` by ``tensors[place.number]``. The
+    tensors may differ from the ones that were taken out."""
     return map_leaves(form, lambda leaf: tensors[leaf.number] if isinstance(leaf, TensorPlace) else leaf)
 
 

@@ -4,9 +4,8 @@ update gathered parameters after a step.
 In the first pass of each kind ranks agree on each gather by a message; later passes follow the recorded order
 (docs/architecture.md). While ranks agree, a rank at the end of its pass sends DONE, and takes part in other ranks'
 gathers until all ranks have sent DONE. At the end of an outermost module call a rank sends CALLED, and takes part until
-all have sent CALLED or DONE. Before gathers that are not of the pass (of masters), a rank sends MEETS until all ranks
-have sent MEETS; the recorded order contains this point.
-"""
+all have sent CALLED or DONE. Before gathers of masters, which do not belong to the pass, a rank sends MEETS until all
+ranks have sent MEETS. The recorded order contains this point."""
 
 from __future__ import annotations
 
@@ -122,8 +121,8 @@ class GatherOrder:
 
     @outside_autograd
     def meet(self, what: str) -> None:
-        """Wait until all ranks call this method for ``what`` and have issued the same gathers of the open pass. Call it
-        before gathers that do not belong to the pass. Collective."""
+        """Wait until all ranks call this method for ``what``, and have issued the same gathers of the open pass. Call
+        this method before gathers that do not belong to the pass. Collective."""
         with self.comm.set_place(what):
             cursor = None if self._agreeing else self._cursor
             if self._agreeing:

@@ -5,7 +5,7 @@ Every stage cuts gradients at the borders of shards and joins norms of these par
     gradient                                    norm of one parameter's gradient
     reduced, in shards                          ranks exchange the norms of all gradients once, until gradients change
     reduced, whole on all ranks (stage 0)       computed without messages
-    unreduced (``no_sync`` at stages 0 and 1)   of this rank's undivided gradient, as of DDP's ``param.grad``
+    unreduced (``no_sync`` at stages 0 and 1)   norm of this rank's undivided gradient, like DDP's ``param.grad``
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
 
 
 def refuse_whole(places: Iterable[Place]) -> None:
-    """Raise a RuntimeError if a ``param.grad`` at ``places`` is a plain tensor, so that shards may lack its values."""
+    """Raise a RuntimeError if a ``param.grad`` at ``places`` is a plain tensor, whose values shards may lack."""
     for place in places:
         if place.bucket.shown is Shown.PLAIN and type(place.info.param.grad) is Tensor:
             raise RuntimeError(
@@ -73,10 +73,9 @@ def parts_of_shards(
     """Find the parts of this rank's gradient shards that belong to ``wanted`` slots, and number them.
 
     Returns:
-        Two dicts by part number; each part is in one of them. The first has results of ``look_up`` for shards of which
-        all slots are wanted, unless the result is None. No copy of a shard to the host is awaited. The second has
-        views of all other parts.
-    """
+        Two dicts with part numbers as keys; each part is in one of them. The first has the result of ``look_up`` for
+        each shard of which all slots are wanted, unless the result is None; copies of these shards to the host are not
+        awaited. The second has views of all other parts."""
     known: dict[int, Tensor] = {}
     views: dict[int, Tensor] = {}
     for bucket in buckets:
@@ -98,8 +97,8 @@ def parts_of_shards(
 
 
 class GradNorms:
-    """Computes norms of one engine's gradients. Calls ``finish_pending`` before each read of gradients, to wait for
-    optimizer steps and discard gradients of backwards that raised."""
+    """Computes norms of one engine's gradients. Calls ``finish_pending`` before each read of gradients. This function
+    waits for optimizer steps and discards gradients of backwards that raised."""
 
     def __init__(self, reducer: Reducer, bucket_of: Mapping[int, Bucket], finish_pending: Callable[[], None]) -> None:
         self._reducer, self._comm = reducer, reducer.comm
@@ -161,8 +160,8 @@ class GradNorms:
         return whole.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
     def total_shown(self, infos: Sequence[ParamInfo], norm_type: float) -> Tensor | None:
-        """Return the norm of all gradients of ``infos`` together, loss scale included. Return None, without a message,
-        if ``param.grad`` of ``infos`` includes different loss scales. Collective."""
+        """Return the norm of all gradients of ``infos`` together, loss scale included. If their loss scales differ,
+        return None without a message. Collective."""
         scales = {self._reducer.shown_scale(id(info.param)) for info in infos}
         if len(scales) != 1:
             return None

@@ -60,15 +60,15 @@ class BucketGrads:
         self._choose_dtypes()
 
     def begin(self, *, reduces: bool, fresh: bool) -> None:
-        """Reset for a backward. ``reduces``: this backward reduces this bucket. ``fresh``: this backward reduces, and
-        no gradients of earlier backwards (``no_sync``) wait for that reduction; equal on all ranks."""
+        """Reset for a backward. ``reduces``: this backward reduces this bucket. ``fresh``: no gradients of earlier
+        backwards (in ``no_sync``) are waiting to be reduced, and this backward reduces; equal on all ranks."""
         self.arrived, self.issued, self.reduces = set(), False, reduces
         self.keeps_wire_dtype = self._exchanges and (fresh or not self.bucket.plan.accumulates_locally)
         self._choose_dtypes()
 
     def _choose_dtypes(self) -> None:
-        """Set ``local_dtype``, ``sent_dtype`` (of the next buffer to reduce) and ``total_dtype`` (of the sum of that
-        buffer if ranks send it by an all-to-all, else None)."""
+        """Set ``local_dtype``, ``sent_dtype`` (the dtype of the next buffer to reduce) and ``total_dtype`` (the dtype
+        of its sum over ranks if they use an all-to-all, else None)."""
         dtypes = self.bucket.dtypes
         self.total_dtype: torch.dtype | None
         self.local_dtype = dtypes.grad if self.bucket.plan.accumulates_locally else dtypes.reduce
@@ -79,8 +79,8 @@ class BucketGrads:
         self._choose_scales()
 
     def _choose_scales(self) -> None:
-        """Set the factors ``scale_on_arrival``, by which each arriving gradient is multiplied, and ``scale_of_sum``, by
-        which the reduced sum is: one is ``scale``, the other 1. All ranks decide alike. Scaling the sum is cheaper, and
+        """Set ``scale_on_arrival``, the factor of each arriving gradient, and ``scale_of_sum``, the factor of the
+        reduced sum. One of the two is ``scale``, the other is 1, equally on all ranks. Scaling the sum is cheaper, and
         exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38)."""
         wide = torch.float16 not in (self.bucket.dtypes.reduce, self.local_dtype)
         later = self._exchanges or (self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5)
@@ -120,7 +120,7 @@ class BucketGrads:
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
 
     def set_scale(self, scale: float) -> None:
-        """Set the factor of the gradients of later backwards to ``scale``; see :class:`BucketGrads`."""
+        """Multiply the gradients of later backwards by ``scale``, in place of the earlier factor."""
         if scale != self.scale:
             before, self.scale = self.scale_of_sum, scale
             self._choose_scales()
@@ -139,7 +139,7 @@ class BucketGrads:
             self.written.add(slot)
 
     def copy_in(self) -> None:
-        """Copy, or add, the gradients in ``waiting`` to the local buffer, where possible in one call for all."""
+        """Copy or add the gradients in ``waiting`` to the local buffer, in one call for all of them if possible."""
         waiting, self.waiting = self.waiting, {}
         if len(waiting) < 2:
             for slot, grad in waiting.items():
@@ -212,7 +212,7 @@ class BucketGrads:
 
     def replace(self, slot: int, grad: Tensor) -> None:
         """Replace this rank's unreduced gradient of the parameter at ``slot`` by ``grad``, which has the parameter's
-        shape and is scaled as an arriving gradient is."""
+        shape and is scaled like an arriving gradient."""
         self.copy_in()
         self.written.discard(slot)
         self.second_arrivals.pop(slot, None)
@@ -237,7 +237,7 @@ class Reducer:
     """Issues reductions in one order on all ranks and adds their results to the gradient stores."""
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator, max_in_flight_nbytes: int) -> None:
-        """``max_in_flight_nbytes``: bound on bytes of reductions in flight, exceeded where a wait could deadlock."""
+        """``max_in_flight_nbytes``: limit of the bytes of reductions in flight, exceeded if a wait could deadlock."""
         self.comm = comm
         self.pass_begins(one_path=False)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
@@ -273,7 +273,7 @@ class Reducer:
         self._lagging: dict[str, set[Bucket]] = {}  # completed by some rank only at its end
 
     def begin(self, key: str) -> None:
-        """Reset for a backward. ``key``: of its pass; passes with the same key share one order of reductions."""
+        """Reset for a backward. ``key``: the key of its pass. Passes with the same key reduce in the same order."""
         self.unreduced |= not self.synchronize
         self._key = key
         self.order = self._orders.get(key, self.order)
@@ -297,7 +297,7 @@ class Reducer:
             self.synchronize = previous
 
     def set_loss_scale(self, scale: float) -> None:
-        """Divide the gradients of the next backwards by ``scale``, by which the user multiplies the loss."""
+        """Divide the gradients of the next backwards by ``scale``: the factor by which the user multiplies the loss."""
         self.loss_scale, self._unscaled = scale, set()
         for bucket, grads in self.grads.items():
             grads.set_scale(1.0 / (bucket.comm.ranks.grad_divisor * scale))
@@ -343,8 +343,8 @@ class Reducer:
         self._pump()
 
     def end(self, told: Sequence[int] = ()) -> Sequence[int]:
-        """Reduce late gradients and wait for all reductions of the backward. Return the maxima over ranks of ``told``,
-        small integers (0 to 255) sent in the same message; empty if no bucket was reduced. Collective."""
+        """Reduce late gradients and wait for all reductions of the backward. ``told``: integers from 0 to 255 to send
+        in the same message. Return their maxima over ranks, or () if no bucket was reduced. Collective."""
         reduced = [bucket for bucket, grads in self.grads.items() if grads.reduces]
         if not reduced:
             return ()
@@ -391,8 +391,8 @@ class Reducer:
             )
 
     def _agree(self, reduced: Sequence[Bucket], told: Sequence[int]) -> tuple[list[Bucket], Sequence[int]]:
-        """Agree with all ranks which slots of the buckets ``reduced`` have gradients on any rank. Return the buckets
-        with late gradients on any rank, in the order of reductions, and the maxima of ``told``. Collective."""
+        """For each bucket in ``reduced``, set ``agreed`` to the slots that have a gradient on any rank. Return (buckets
+        with late gradients on any rank in the order of reductions, maxima of ``told`` over ranks). Collective."""
         # All ranks' vectors need one length and order, so they cover all slots of all synchronized buckets.
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[int] = [*told]
@@ -412,8 +412,8 @@ class Reducer:
         return sorted(late, key=self.order.index), maxima[: len(told)]
 
     def _learn_order(self) -> None:
-        """Reduce buckets, in later passes of the same kind, in the order in which buckets became ready on rank 0, with
-        the remaining buckets last. Collective."""
+        """Set the order of reductions for later passes of the same kind: the order in which buckets became ready on
+        rank 0, then the remaining buckets. Collective."""
         # See [Note: one order of collectives].
         buckets = list(self.grads)
         number = {b: i for i, b in enumerate(buckets)}
@@ -424,8 +424,8 @@ class Reducer:
 
     def _may_wait(self) -> bool:
         """Return whether this rank can wait in a backward for its oldest reduction in flight without a deadlock. A
-        waiting rank issues no gathers, so it may wait only if all ranks have issued the reduction already or no rank
-        needs a gather before. On a device, where a stream waits, it is enough that all ranks use the same units."""
+        waiting rank issues no gathers. So it may wait only if all ranks have issued this reduction, or if backwards
+        need no gathers. On a device, where a stream waits, it is enough that all ranks use the same units."""
         oldest = self.issued - len(self._in_flight)
         is_sent = oldest < self.issued_everywhere
         return is_sent or not self._gathers_in_backward or (self.comm.queues and self.one_path)

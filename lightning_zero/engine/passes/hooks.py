@@ -4,7 +4,7 @@
 
     forward   pre_forward(unit) .................................. post_forward(unit), or forward_raised()
                  saved_weights.py handles tensors that autograd saves in the forward
-    backward  backward_begins(), when a gradient comes to an output of the root
+    backward  backward_begins(), when a gradient reaches an output of the root
                  recomputes(unit), of checkpointed units: recompute.py calls it
                  grad_arrived(param), for every trainable parameter
                  input_grads_arrived(unit), of units with frozen parameters
@@ -116,7 +116,8 @@ class Hooks:
         self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
     def watch_calls(self, module: nn.Module) -> None:
-        """Register hooks on ``module`` that call :meth:`Passes.call_ends` after the outermost call of such modules."""
+        """Register hooks on ``module`` that call :meth:`Passes.call_ends` when a call of it ends, unless this call is
+        nested in a call of another module that has these hooks."""
 
         def before(*_: object) -> None:
             self._depth += 1
@@ -141,8 +142,8 @@ class Hooks:
                         self._watch_grad(unit, bucket, info.slot)
 
     def _watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
-        """Register a hook on the parameter at ``slot`` that passes its gradient to the passes and sets ``param.grad``
-        to None as soon as autograd has accumulated the gradient."""
+        """Register a hook on the parameter at ``slot``. When autograd has accumulated a gradient, the hook passes it to
+        :meth:`Passes.grad_arrived` and sets ``param.grad`` to None."""
         param = bucket.params[slot].param
         # Weakly: the garbage collector does not see through this hook; the bucket's masters would live for ever.
         passes_ref, place = self._passes, (unit.index, unit.buckets.index(bucket))
@@ -258,8 +259,8 @@ class Hooks:
         self._touched.add(module)
 
     def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
-        """Remove the engine's hooks and attributes from modules (not from parameters), except, with ``keep_engine``,
-        the engine itself. Return a function that puts the hooks and attributes back."""
+        """Remove the engine's hooks and attributes from modules (not from parameters). With ``keep_engine`` the module
+        keeps the attribute that holds the engine. Return a function that puts hooks and attributes back."""
         ours = {handle.id for handle in self._handles}
         attributes: list[tuple[nn.Module, dict[str, object]]] = []
         tables: list[tuple[dict[int, object], list[tuple[int, object]]]] = []
@@ -396,8 +397,8 @@ class Hooks:
 
     def _hides_outputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> bool:
         """Return whether a backward may follow a call of ``unit`` although no tensor with a ``grad_fn`` was found in
-        its result: if inputs or weights require gradients, because tensors may be inside objects that are not
-        searched."""
+        the call's result. This is possible if inputs or weights require gradients, because tensors may be inside
+        objects that are not searched."""
         inside = self.passes.units if unit.index == 0 else [unit]  # a root may have no parameters of its own
         return torch.is_grad_enabled() and (
             any(t.requires_grad for t in find_tensors((args, kwargs)))
@@ -410,8 +411,8 @@ def _patched(module: nn.Module) -> list[str]:
 
 
 def _changes(fn: Callable[[Tensor], Tensor], dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ``fn``, an argument of ``Module._apply``, would convert or change a tensor with ``dim``
-    dimensions, of ``dtype`` and on ``device``."""
+    """Return whether ``fn``, an argument of ``Module._apply``, would convert or change a tensor that has ``dim``
+    dimensions, dtype ``dtype`` and device ``device``."""
     with torch.inference_mode(False), torch.no_grad():
         tensor = torch.zeros((2,) * dim, dtype=dtype, device=device)
         before = tensor._version, tensor.is_shared()

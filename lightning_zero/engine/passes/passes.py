@@ -84,7 +84,7 @@ class Passes:
 
     @property
     def key(self) -> str | None:
-        """Return the kind of the open pass; None between passes. Passes of a kind should use units in one order."""
+        """Return the kind of the open pass; None between passes. Passes of one kind should use units in one order."""
         return self._open.key
 
     @property
@@ -152,8 +152,8 @@ class Passes:
         return between_steps and self.between.check_room(module.parameters(), what, or_on_host=or_on_host)
 
     def _set_stepped(self, stepped: bool) -> None:
-        """Point parameters at placeholders after an optimizer's step (``stepped``), so that users' uses call the
-        engine, which shows masters; otherwise point parameters at the compute parameters again."""
+        """If ``stepped`` (an optimizer has stepped), point parameters at placeholders, so that users' uses call the
+        engine, which shows masters. Otherwise point parameters at the compute parameters again."""
         self._stepped = stepped
         for bucket in self.units[0].resharded:
             bucket.show(gathered=not stepped)
@@ -272,8 +272,8 @@ class Passes:
         self.timeline.run_ends(together=whole and not self.aborted)
 
     def masters_changed(self, changed: set[Bucket]) -> None:
-        """Issue gathers of replicated parameters, unit by unit, after masters of the buckets ``changed`` have changed.
-        The next forward waits for these gathers; in an open pass this method waits for the root's. Collective."""
+        """After masters of the buckets in ``changed`` have changed, issue gathers of replicated parameters, unit by
+        unit. The next forward waits for these gathers. In an open pass wait for the root's gather now. Collective."""
         self.after_step.masters_changed(changed)
         if self.key is not None:
             self.after_step.sync_params(self.units[0])
@@ -290,7 +290,7 @@ class Passes:
                 self.between.close()
 
     def under_way(self) -> str | None:
-        """Return in words which step, backward or pass has begun and not ended, for errors; None if none has."""
+        """Return a text for errors that says which step, backward or pass has begun and not ended; None if none has."""
         self.forget_failed()
         if self._scope is not None:
             return "inside a step (training_step, validation_step, or engine.step_scope())"
@@ -301,7 +301,7 @@ class Passes:
         return None
 
     def plans_changed(self, config: ZeroConfig) -> None:
-        """Forget the recorded orders of gathers and reductions: buckets have new plans, by the settings ``config``."""
+        """Forget the recorded orders of gathers and reductions, because buckets have new plans for ``config``."""
         self.config = config
         self.order.plans_changed()
         self.between.plans_changed()
@@ -310,7 +310,7 @@ class Passes:
         self.saved.plans_changed()
 
     def stepped(self) -> None:
-        """Note that an optimizer has stepped. Outside of :meth:`scope` the numbers of passes begin again at 0."""
+        """Called after an optimizer's step. Outside of :meth:`scope` the numbering of passes restarts at 0."""
         if self._scope is None:
             self._ordinal = 0
         elif self._open.unused and self.between.rounds:
@@ -456,7 +456,7 @@ class Passes:
 
     def _in_pass(self) -> bool:
         """Return whether a pass is open in which the values of parameters are not the masters. Between steps of a run,
-        first end a pass that waits for its backward; a later backward opens another pass. Collective."""
+        first end a pass that waits for its backward. A later backward then opens another pass. Collective."""
         self.forget_failed()
         waits = self.phase is Phase.FORWARD and self._scope is None and not self.hooks.running
         # Views of gathered values (which autograd has saved, maybe) must keep their memory.
@@ -466,9 +466,9 @@ class Passes:
 
     @contextlib.contextmanager
     def copying(self, module: nn.Module, what: str) -> Iterator[None]:
-        """Context manager in which masters are the values of parameters of ``module``, if a pass of a run is open in
-        which compute parameters are dropped after use or differ in dtype from masters. Does nothing in a backward or in
-        a call of a unit, where :class:`Fence` raises. ``what``: the operation in the body, in words. Collective."""
+        """Context manager in which parameters of ``module`` have the masters as values. Does nothing unless a pass of a
+        run is open, and compute parameters are dropped after use or differ in dtype from masters. Does nothing in a
+        backward or a call of a unit, where :class:`Fence` raises. ``what``: the body's operation. Collective."""
         fence, runs = self.fence, self.between.runs_here and not (self.in_backward or self.hooks.running)
         if fence.is_lowered or fence.is_plain or not (runs and fence.lacks_masters and self._in_pass()):
             yield
@@ -488,8 +488,8 @@ class Passes:
             self.abort()
 
     def weights_needed(self, unit: Unit) -> bool:
-        """Gather ``unit`` before a kernel of a backward reads its weights. Return whether the weights are gathered.
-        Outside of a backward, where only one rank may read saved tensors of a graph, do not gather."""
+        """Gather ``unit`` before a kernel of a backward reads its weights. Return whether the weights are gathered. Do
+        not gather outside of a backward, because there a single rank may read saved tensors of a graph."""
         if torch._C._current_graph_task_id() == -1:
             return unit.state is State.GATHERED
         self.backward_begins()
@@ -501,15 +501,15 @@ class Passes:
         return True
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
-        """Note that the gradients of all inputs of call number ``call`` of ``unit`` have arrived. Reshard the unit if
-        no other gradient needs its weights."""
+        """Called when the gradients of all inputs of the call ``call`` of ``unit`` have arrived. Reshard the unit if no
+        other gradient needs its weights."""
         unit.calls.discard(call)
         self._maybe_reshard(unit)
 
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
         """Pass the gradient of the parameter at ``slot`` to the reducer, and reshard ``unit`` after its last gradient.
-        ``shown``: users have hooks that got ``grad``. Raises RuntimeError if torch alone would have passed such hooks a
-        sum with an earlier gradient."""
+        ``shown``: users have hooks that got ``grad``. Raises RuntimeError if torch without the engine would have passed
+        to these hooks the sum with an earlier gradient."""
         # Not ``outside_autograd``: this runs for every parameter, and the callees use it where it matters.
         self.backward_begins()
         if shown and slot in self.reducer.grads[bucket].used:
@@ -532,7 +532,7 @@ class Passes:
             self._maybe_reshard(unit)
 
     def _maybe_reshard(self, unit: Unit) -> None:
-        """Reshard ``unit`` in a backward if all gradients have arrived whose computation needs the unit's weights."""
+        """Reshard ``unit`` in a backward if all gradients that are computed with its weights have arrived."""
         may_go = self.in_backward and unit.index and not self._open.second_order
         if may_go and not unit.calls and unit.arrived >= unit.expected:
             unit.arrived = 0  # for a second backward

@@ -100,8 +100,8 @@ KEPT = 1 << 20  # bytes of a buffer of which a call always keeps the value of be
 
 class StateReplay:
     """Prevents recomputed forwards from changing a module's buffers and frozen parameters (codebooks, averages) a
-    second time: a recomputation uses copies of the values before the first forward. Finds changed tensors by comparing
-    values in calls 1, 2, 4, 8, ... (see [Note: checksums of writes]). Small buffers are saved in each call."""
+    second time: a recomputation uses copies of the values from before the first forward. To find changed tensors,
+    calls 1, 2, 4, 8, ... compare values (see [Note: checksums of writes]). Each call saves small buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [inner for inner in module.modules() if inner._buffers or inner._parameters]
@@ -119,7 +119,7 @@ class StateReplay:
 
     @contextlib.contextmanager
     def record(self, values: StateValues) -> Iterator[None]:
-        """Context manager for a first forward. At the end, ``values`` has the earlier value of each buffer and frozen
+        """Context manager for a first forward. On exit, ``values`` has the earlier value of each buffer and frozen
         parameter that the body may have changed. Buffers of torch's norm modules in training always count as changed:
         see [Note: version counters]."""
         self._calls += 1
@@ -167,7 +167,7 @@ class StateReplay:
 
 
 def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
-    """Raise a ConfigError if ``config`` recomputes or compiles units, and ``blocks`` (all but the root) is empty."""
+    """Raise a ConfigError if ``config`` recomputes or compiles units, and ``blocks`` (units but the root) is empty."""
     asked = []
     if config.activation_checkpointing is not Recompute.none:
         setting = "zero.activation_checkpointing"
@@ -184,7 +184,8 @@ def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
 
 
 class Recomputation:
-    """Runs a unit's forward under activation checkpointing. ``keeping()``: the context that saves its inputs."""
+    """Runs a unit's forward under activation checkpointing. ``keeping()``: returns the context in which autograd saves
+    the forward's inputs."""
 
     def __init__(self, module: nn.Module, passes: Passes, keeping: Context) -> None:
         self.passes, self.state, self._kind = ref(passes), StateReplay(module), type(module)
@@ -298,8 +299,8 @@ class _InputsOfBlock:
 
 
 def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> Given:
-    """Return the arguments of a ``block`` with None in place of empty key-value caches of transformers. Models create a
-    cache in each call without ``use_cache=False``, and a recomputation would extend the cache a second time.
+    """Return the arguments of a ``block`` with None in place of empty key-value caches of transformers. Unless called
+    with ``use_cache=False``, models create a cache in each call, and a recomputation would extend it a second time.
     transformers' own checkpointing replaces caches too, except for blocks that only read a cache."""
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
     if getattr(block, "_can_checkpoint_with_cache", False):
@@ -314,9 +315,9 @@ def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> Given:
 
 
 class _Call:
-    """Runs one call of a block: first its forward, and in the backward the same forward again. Each tensor is given to
-    the checkpoint once, because a module may test whether two arguments are the same tensor (``MultiheadAttention``).
-    Containers are copied before the first forward, because a block may append to a list."""
+    """Runs one call of a block: its forward and, in the backward, the same forward again. A tensor that occurs several
+    times is passed to the checkpoint once, because a module may test whether two arguments are the same tensor
+    (``MultiheadAttention``). Containers are copied before the first forward, because a block may append to a list."""
 
     def __init__(
         self, forward: UnitForward, of: Recomputation, given: Given, form: object, tensors: Sequence[Tensor]

@@ -63,9 +63,8 @@ class _Outer(NamedTuple):
 
 
 class SavedWeights:
-    """Packs the tensors that autograd saves in units' forwards, and gathers a weight's unit when autograd unpacks the
-    weight. ``needed(unit)``: called then; gathers the unit in a backward, and returns whether its weights are
-    present."""
+    """Packs the tensors that autograd saves in units' forwards. Calls ``needed(unit)`` when autograd unpacks a weight.
+    In a backward ``needed`` gathers the unit; it returns whether the unit's weights are present."""
 
     def __init__(self, units: Sequence[Unit], needed: Callable[[Unit], bool]) -> None:
         self._needed = needed
@@ -83,7 +82,7 @@ class SavedWeights:
         }
 
     def hooked(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context of saved-tensor hooks, in which autograd saves weights together with their units."""
+        """Return a context in which saved-tensor hooks pack weights together with their units."""
         context: contextlib.AbstractContextManager[None] = saved_tensors_hooks(*self._hooks())
         return context
 
@@ -104,7 +103,7 @@ class SavedWeights:
         return lambda tensor: self._pack_inside(tensor, pack, unpack), self._unpack
 
     def owner_of(self, tensor: Tensor) -> Unit | None:
-        """Return the unit whose buffer, dropped after use, has the memory of ``tensor``; None if there is none."""
+        """Return the unit that is dropped after use and whose buffer has the memory of ``tensor``; None if none is."""
         try:
             # Of a DTensor over a split parameter, the tensor inside.
             return self._unit_of.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)

@@ -59,7 +59,7 @@ class Owner(Protocol):
 
 
 class _View(NamedTuple):
-    """The data of a :class:`ShardedGrad` that is a view of another one."""
+    """The data of a view: a :class:`ShardedGrad` that shows a part of another one."""
 
     of: ShardedGrad
     whole: Tensor  # the gathered gradient
@@ -212,8 +212,8 @@ def _norm(
 
 
 def _run(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
-    """Run ``func`` on the gathered values of gradients in its arguments, store gradients that ``func`` has changed, and
-    return its result. Collective."""
+    """Run ``func`` with gathered values in place of gradients in its arguments, store gradients that it has changed,
+    and return its result. Collective."""
     arguments = func._schema.arguments
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     outputs = [named.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -263,8 +263,8 @@ def stale(fqn: str) -> RuntimeError:
 
 
 class LazyNorm(Tensor):
-    """The norm of a gradient (0-d), or stacked norms of several gradients, computed only when an operation uses the
-    values.
+    """The norm of a gradient (0-d), or stacked norms of several gradients, computed only when an operation uses them.
+
     ``get_total_norm`` takes the norm of each gradient, stacks the norms and takes the norm of the stack. Single norms
     cost an exchange for which the host waits. So inside ``get_total_norm`` each norm is a LazyNorm, and the norm of the
     stack is :meth:`GradNorms.total`: one message, no host wait, and the bits of ``lightning_zero.clip_grad_norm_``."""
@@ -284,7 +284,7 @@ class LazyNorm(Tensor):
         return wrapper
 
     def each(self) -> Tensor:
-        """Compute and return the norms: 0-d if this object stands for one gradient, else [gradients]. Collective."""
+        """Compute and return the norms: 0-d for a norm of one gradient, [n] for stacked norms of n. Collective."""
         norms = [grad.owner.norms.norm(grad.info, self.norm_type, self.dtype) for grad in self.grads]
         return torch.stack(norms) if self.dim() else norms[0]
 

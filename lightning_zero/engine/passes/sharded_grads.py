@@ -28,8 +28,8 @@ class ShardedGrads:
     def __init__(
         self, reducer: Reducer, after_step: AfterStep, forget_failed: Callable[[], None], most_overflows: int | None
     ) -> None:
-        """``most_overflows``: raise an error after this number of skipped steps in a row
-        (``zero.optimizer.skip_nonfinite``); None: skip no step."""
+        """``most_overflows``: raise an error after this many skipped steps in a row (see
+        ``zero.optimizer.skip_nonfinite``). None: skip no step."""
         self._reducer, self._grads = reducer, reducer.grads
         self._after_step, self._forget_failed = after_step, forget_failed
         self._most_overflows = most_overflows
@@ -84,7 +84,7 @@ class ShardedGrads:
                 set_grad(info.param, grad)
 
     def remove(self, infos: Iterable[ParamInfo]) -> None:
-        """Set each ``param.grad`` of ``infos`` that is a :class:`ShardedGrad` to None at the start of a backward, so
+        """At the start of a backward, set each ``param.grad`` of ``infos`` that is a :class:`ShardedGrad` to None, so
         that autograd does not add to it."""
         self._whole = None
         for info in infos:
@@ -113,8 +113,8 @@ class ShardedGrads:
 
     def forget_cleared(self, *, takes: bool = False) -> None:
         """Drop the stored gradients of parameters whose ``param.grad`` users have set to None or to another tensor.
-        With ``takes``, store such other tensors as gradients; collective if there are any. Raises RuntimeError if users
-        have assigned a :class:`ShardedGrad` that was cleared before."""
+        With ``takes``, store these other tensors as gradients; this is collective if there are any. Raises RuntimeError
+        if users have assigned a :class:`ShardedGrad` that was cleared before."""
         assigned: list[tuple[Place, Tensor]] = []
         for bucket, grads in () if self._aside else self._grads.items():
             cleared, is_plain = [], bucket.shown is Shown.PLAIN
@@ -141,8 +141,8 @@ class ShardedGrads:
 
     @outside_autograd
     def take_assigned(self, assigned: Sequence[tuple[Place, Tensor]]) -> None:
-        """Store the tensors of ``assigned``, which users have set as ``param.grad`` of the parameter at each place, in
-        the gradient shards. Collective. Raises RuntimeError on all ranks if values differ between ranks."""
+        """Store in the gradient shards what users have assigned to ``param.grad``. ``assigned``: pairs (place of the
+        parameter, tensor). Collective. Raises RuntimeError on all ranks if values differ between ranks."""
         found = [(*place, grad if grad.layout is torch.strided else grad.to_dense()) for place, grad in assigned]
         sums = self._reducer.comm.gather_checked(
             {info.fqn: checksum(info.flattened(grad)) for _, info, grad in found}, "gradients that were assigned"
@@ -231,7 +231,7 @@ class ShardedGrads:
     @outside_autograd
     def gather(self, info: ParamInfo) -> Tensor:
         """Return the whole gradient of one parameter, with the values of DDP's ``param.grad``. Collective if gradients
-        are sharded. Raises RuntimeError in a backward, after one that raised, and if the gradient is only partly
+        are sharded. Raises RuntimeError in a backward, after a backward that raised, and if the gradient is only partly
         reduced."""
         scale = self._reducer.shown_scale(id(info.param))
         if torch._C._current_graph_task_id() != -1:
@@ -258,8 +258,8 @@ class ShardedGrads:
         return values
 
     def _local(self, info: ParamInfo) -> Tensor | None:
-        """Return this rank's unreduced gradient, a view of the local buffer, if gradients of this parameter are not
-        reduced yet; else None. Raises RuntimeError if the gradient is only partly reduced."""
+        """If the gradient of this parameter is not reduced yet, return this rank's unreduced gradient, a view of the
+        local buffer; otherwise return None. Raises RuntimeError if the gradient is only partly reduced."""
         bucket = self._bucket_of[id(info.param)]
         if not (self._reducer.unreduced and bucket.plan.accumulates_locally):
             return None
@@ -270,9 +270,9 @@ class ShardedGrads:
 
     @outside_autograd
     def write(self, info: ParamInfo, values: Tensor) -> None:
-        """Replace one gradient by ``values``, the whole gradient as in DDP's ``param.grad``, of which each rank stores
-        its fragment. Raises RuntimeError if gradients are not reduced yet at stages 2 and 3 and elements are changed to
-        another value than 0; the check is collective."""
+        """Replace one gradient by ``values``, a whole gradient as in DDP's ``param.grad``. Each rank stores its
+        fragment. Raises RuntimeError if gradients are not reduced yet at stages 2 and 3, and elements change to values
+        other than 0. This check is collective."""
         bucket, scale = self._bucket_of[id(info.param)], self._reducer.shown_scale(id(info.param))
         self._changed()
         if (local := self._local(info)) is not None:
@@ -296,7 +296,7 @@ class ShardedGrads:
         self, places: Sequence[Place], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
         """Scale the gradients at ``places`` so that their joint norm is at most ``max_norm``. Return the norm before
-        scaling. Collective. Raises RuntimeError with ``error_if_nonfinite`` and a norm that is not finite."""
+        scaling. Collective. Raises RuntimeError if ``error_if_nonfinite`` is set and the norm is not finite."""
         norm = self.total_norm(places, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")
@@ -323,15 +323,15 @@ class ShardedGrads:
             grad.clamp_(-clip_value, clip_value)
 
     def _before_clamp(self, grad: Tensor) -> None:
-        """Under ``skip_nonfinite``, replace infinity in ``grad`` by NaN, which a clamp does not make finite."""
+        """Under ``skip_nonfinite``, replace infinity in ``grad`` by NaN, because a clamp would make infinity finite."""
         if self._most_overflows is not None:
             grad.masked_fill_(grad.isinf(), float("nan"))
 
     def _shards_of(
         self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
     ) -> list[Tensor]:
-        """Return views of the elements of the reduced gradients at ``places`` that this rank owns. Leave out a bucket
-        if ``but(bucket, slots)`` returns True."""
+        """Return views of the elements that this rank owns of the reduced gradients at ``places``. Skip a bucket if
+        ``but(bucket, slots)`` returns True."""
         places = [] if self._aside else list(places)
         self.finish_pending()
         refuse_whole(places)

@@ -2,6 +2,14 @@
 
 See [Note: version counters] and [Note: checksums of writes]: how writes are noticed.
 See [Note: masters during an offloaded step]: a write is copied to the masters after the offloaded step.
+
+[Note: assignments in a pass]
+Under torch ``param.data = value`` between a forward and its backward gives the parameter other memory and does not
+increment its version. The backward then uses the new values where autograd has saved the parameter itself (a
+convolution), and the old values where autograd has saved a view (``weight.t()`` of a linear layer). So the engine, too,
+gives the parameter memory of its own until the pass ends. The full buffer and the masters keep the old values until
+then. If autograd can have saved nothing of the unit (a teacher without gradients), the masters get the new values at
+once, and the parameter needs no such memory.
 """
 
 from __future__ import annotations
@@ -76,9 +84,9 @@ def unequal_error(names: Iterable[str], what: str, also: str = "") -> RuntimeErr
 
 
 def refuse_unequal(comm: Communicator, written: Sequence[tuple[Place, Tensor]], where: str) -> None:
-    """Raise RuntimeError on all ranks if ranks have different values of a parameter. Collective. ``written``: written
-    parameters, the same on all ranks, and their values on this rank. ``where``: the place of the writes, for the
-    error."""
+    """Raise RuntimeError on all ranks if ranks have different values of a parameter. Collective. ``written``: pairs
+    (place of a written parameter, values on this rank), for the same parameters on all ranks. ``where``: where users
+    have written, for the error."""
     if not written or comm.world_size == 1:
         return
     sums = [checksum(place.info.flattened(values)) for place, values in written]
@@ -103,16 +111,7 @@ class Writes:
 
         weight.clamp_()         increments the parameter's ``_version``
         weight.data.clamp_()    does not: the checksum differs from one taken when ``.data`` was read
-        weight.data = value     calls :meth:`replace`
-
-    [Note: assignments in a pass]
-    Under torch ``param.data = value`` between a forward and its backward gives the parameter other memory and does not
-    increment its version. The backward then uses the new values where autograd has saved the parameter itself (a
-    convolution), and the old values where autograd has saved a view (``weight.t()`` of a linear layer). So the engine,
-    too, gives the parameter memory of its own until the pass ends, and the full buffer and the masters keep the old
-    values until then. If autograd can have saved nothing of the unit (a teacher without gradients), the masters get the
-    new values at once, and the parameter needs no such memory.
-    """
+        weight.data = value     calls :meth:`replace`"""
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig) -> None:
         self._buckets, self._comm = buckets, comm
@@ -131,7 +130,7 @@ class Writes:
 
     @outside_autograd
     def hand_out(self, place: Place, values: Tensor) -> None:
-        """Note that users' code has got ``values`` as ``.data`` of the parameter at ``place``. Save a checksum of the
+        """Record that users' code has got ``values`` as ``.data`` of the parameter at ``place``. Save a checksum of the
         values, to notice later writes."""
         bucket, info = place
         key = self._number[bucket], info.slot
@@ -192,8 +191,8 @@ class Writes:
             )
 
     def _written_late(self, bucket: Bucket) -> list[ParamInfo]:
-        """Return the parameters that users have written to between steps through tensors got from ``.data`` in a step:
-        those whose gathered values differ from values cast from the masters."""
+        """Return the parameters that users have written to between steps through a result of ``.data`` from a step.
+        Their gathered values differ from values that are cast from the masters."""
         known = {info: self._read.get((self._number[bucket], info.slot), ()) for info in bucket.params}
         held = [info for info, read in known.items() if any(reference() is not None for reference in read)]
         if not held:
@@ -225,9 +224,9 @@ class Writes:
             bucket.copy_master_to_params()
 
     def note_rounded(self, bucket: Bucket, info: ParamInfo, *, in_gather: bool = False) -> None:
-        """Warn once if a written parameter's compute dtype has fewer bits than its original dtype, because small
-        changes were lost. Raise RuntimeError instead if the parameter is frozen, and so has no fp32 master, unless
-        users wrote inside gather() (``in_gather``)."""
+        """If a written parameter's compute dtype has fewer bits than its original dtype, warn once that small changes
+        were lost. If the parameter is also frozen, it has no fp32 master: raise RuntimeError instead, unless users
+        wrote inside gather() (``in_gather``)."""
         if bucket.dtypes.compute.itemsize >= info.dtype.itemsize:
             return
         used, lost = bucket.dtypes.compute, round(4 / torch.finfo(bucket.dtypes.compute).eps)
@@ -279,9 +278,9 @@ class Writes:
                 )
 
     def _replace(self, place: Place, value: Tensor, own: Tensor | None = None) -> None:
-        """Write this rank's elements of ``value`` to the masters and, if gathered, all elements to the parameter. Under
-        torch an assignment to ``.data`` leaves earlier results of ``.data`` as they are; later ones, in memory of the
-        parameter's ``own``, follow the parameter."""
+        """Write this rank's elements of ``value`` to the masters and, if gathered, all elements to the parameter. As in
+        torch, results of ``.data`` from before the assignment keep their values. Results from after the assignment,
+        which are in the memory ``own``, follow the parameter."""
         bucket, info = place
         compute = value.to(bucket.comm.device, bucket.dtypes.compute)
         before = bucket.own_compute_params()
@@ -324,7 +323,7 @@ class Writes:
 
     def confirm(self) -> None:
         """Compare the values that ranks have written to parameters. Raise RuntimeError on all ranks if values differ.
-        First copy this rank's values of parameters that only other ranks know to be written to the masters.
+        If only other ranks have noticed a write to a parameter, first copy this rank's values of it to the masters.
         Collective."""
         written = self._comm.all_gather_objects(list(self.unconfirmed), "what was written to parameters")
         keys = sorted({key for found in written for key in found})
@@ -337,8 +336,8 @@ class Writes:
                 self._copy_to_masters(bucket, [bucket.params[slot]])
 
         def checksums(number: int, slot: int) -> tuple[int, int | None]:
-            """Return checksums of this rank's part of a parameter before the write, and of the whole parameter after
-            the write (None: this rank has not written to the parameter)."""
+            """Return (checksum of this rank's part of a parameter before the write, checksum of the whole parameter
+            after the write or None if this rank has not written to it)."""
             bucket = self._buckets[number]
             known = self.unconfirmed.get((number, slot))
             return known or (self.own_checksum(bucket, slot, bucket.own_compute_params()), None)

@@ -83,7 +83,7 @@ class Stepper(ABC):
         return user
 
     def resume(self, optimizer: Optimizer) -> None:
-        """Step `optimizer`, a result of :meth:`pause`, again from now on, with the state that it had before."""
+        """Let `optimizer`, which :meth:`pause` has returned, step the shards again, with its state from before."""
         if isinstance(state := self.optimizer.state, StateBySlice):
             optimizer.state = state
         else:
@@ -114,7 +114,7 @@ class Stepper(ABC):
         return [[known.get(id(p)) or place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def settings(self) -> list[dict[str, object]]:
-        """Return the numbers among the settings of each param group, which must be the same on all ranks."""
+        """Return the numeric settings of each param group. They must be equal on all ranks."""
         return [
             {
                 key: value
@@ -159,8 +159,8 @@ class Stepper(ABC):
                 self.load_param_states({})
 
     def step(self, closure: Callable[[], object] | None = None) -> object:
-        """Run the closure on the user's param groups, then step the shards. The user's step hooks run before and after
-        both. Return the closure's result. Collective."""
+        """Run the closure with the user's param groups, then step the shards. The user's step hooks run around both.
+        Return the closure's result. Collective."""
         # Around the whole step, as in torch: hooks find the user's parameters, gradients and, after it, new values.
         run: Callable[..., object] = self._step_all
         if self._around.passes.look is None:
@@ -203,7 +203,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        """Load this rank's part of whole tensors `states`, after a restage gave `bucket` a new storage."""
+        """After a restage has given `bucket` a new storage, load this rank's part of the whole tensors in `states`."""
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -220,8 +220,8 @@ class Stepper(ABC):
 
     @abstractmethod
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, FlatSlice]]:
-        """Yield (slot, state name, first element in the parameter, slice) for each part of state tensors that this rank
-        saves. Does not open storages."""
+        """Yield (slot, state name, index of the first element in the parameter, slice) for each part of state tensors
+        that this rank saves. Does not open storages."""
 
     @abstractmethod
     def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
@@ -239,7 +239,7 @@ class Stepper(ABC):
                 )
 
     def check_groups(self, groups: Sequence[Saved]) -> None:
-        """Raise ConfigError if the optimizer cannot be stepped with the settings of param ``groups``."""
+        """Raise ConfigError if the optimizer cannot be stepped with the settings in the param groups ``groups``."""
         return
 
     @abstractmethod
@@ -252,7 +252,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
-        """Replace all optimizer state by this rank's part of `states`, which are whole tensors and plain values."""
+        """Replace all optimizer state by this rank's part of `states`, which has whole tensors and plain values."""
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Stepper(ABC):
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Return the bytes of this rank's state of parameters that are stepped whole, under `plan` (None: present)."""
+        """Return the bytes of this rank's state of whole-stepped parameters under `plan` (None: the present plan)."""
         return 0
 
     def step_peak(self) -> int:
@@ -473,9 +473,9 @@ class ShardedOptimizer(Stepper):
         used: set[int],
         claimed: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> Iterator[None]:
-        """Context manager in which param groups list the runs of `buckets` whose parameters got a gradient (ids in
-        `used`). Runs that need :meth:`_step_in_pieces` are not listed, but stepped before the body. `claimed`: gradient
-        and factor of the only bucket, in an offloaded step; None: use the gradient of each bucket."""
+        """Context manager in which param groups list runs of `buckets`: those whose parameters got a gradient (ids in
+        `used`). Runs that need :meth:`_step_in_pieces` are stepped before the body instead. `claimed`: in an offloaded
+        step, the gradient of the only bucket and its factor; None: use the gradient of each bucket."""
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
         stepped: list[FlatRun] = []
@@ -520,8 +520,8 @@ class ShardedOptimizer(Stepper):
     def _step_in_pieces(
         self, optimizer: Optimizer, runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]], memory: PieceMemory
     ) -> None:
-        """Step `runs` chunk by chunk. Used for steps with casts, stochastic rounding, bf16 state or scaled gradients.
-        `runs`: tuples (index of the param group, run, gradient, factor of the gradient)."""
+        """Step `runs` piece by piece. Used for steps with casts, stochastic rounding, bf16 state or scaled gradients.
+        `runs`: tuples (index of the param group, run, gradient, factor by which to multiply the gradient or None)."""
         shadow = shadow_of(self.optimizer)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for index, run, grad, factor in runs:

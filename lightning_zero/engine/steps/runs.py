@@ -36,8 +36,8 @@ class FlatRun(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Records by what a bucket was cut into runs: the param group of each slot, the stepped slots (None: all), and the
-    tensor of masters."""
+    """Records what the cuts of a bucket into runs depend on: the param group of each slot, the stepped slots (None:
+    all), and the tensor of masters."""
 
     groups: dict[int, int]
     active: set[int] | None
@@ -92,8 +92,8 @@ class Runs:
     # -- cutting --------------------------------------------------------------------------------------------------
 
     def advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
-        """Cut a bucket into runs for a step of the slots `active`, and increment these slots' step counts. `groups`:
-        index of the param group by slot."""
+        """Cut a bucket into runs for a step of the slots in `active`, and increment the step counts of these slots.
+        `groups`: slot -> index of the param group."""
         cut = self._cuts.get(bucket)
         # While these stay the same, step counts of two parameters stay equal or stay different, and so do the runs.
         if cut is None or cut[:2] != (groups, active) or cut.master is not bucket.storage.master:
@@ -168,7 +168,7 @@ class Runs:
             self.optimizer.state.pop(run.tensor, None)
 
     def reload(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
-        """Cut a bucket's new owned range into runs, and fill their state from the whole tensors ``states``."""
+        """Cut a bucket's new owned range into runs, and fill their state from the whole tensors in ``states``."""
         for _, run in self.grouped(bucket):
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
@@ -198,7 +198,7 @@ class Runs:
         }
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
-        """Replace all optimizer state by this rank's part of `states`, which are whole tensors and plain values.
+        """Replace all optimizer state by this rank's part of `states`, which has whole tensors and plain values.
         Existing tensors for the same elements are reused, so that two sets are never in memory."""
         self._steps = {key: steps_in(state) for key, state in states.items()}
         for bucket, groups in groups_of.items():
@@ -264,8 +264,8 @@ class Runs:
 
 
 def _beside(value: object, source: Tensor, target: Tensor) -> object:
-    """Return a copy of a state value that is not element-wise (a step count). A tensor on the device of `source` is
-    copied to the device of `target`."""
+    """Return a copy of a state value that is not element-wise (a step count). If the value is a tensor on the device of
+    `source`, the copy is on the device of `target`."""
     if not isinstance(value, Tensor):
         return value
     moves = value.device == source.device != target.device

@@ -4,7 +4,7 @@
 
     module --describe, build--> unit --has--> bucket --is kept in--> master_storage, param_store --use--> a tier
 
-    describe        which unit owns which parameter, and which parameters share a bucket; checked to agree over ranks
+    describe        which unit owns which parameter, and which parameters share a bucket; checks that all ranks agree
     build           makes units and fills their buckets, also of meta modules; replicates buffers of modules
     capacity        chooses the tiers of each unit, and checks that they have enough free bytes
     unit            buckets that are gathered at once, and the states of a unit

@@ -48,8 +48,8 @@ class StepJob(NamedTuple):
 
 
 def threads_of_steps(cores: int, *, beside_device: bool) -> int:
-    """Return the number of threads for a rank's offloaded steps: `cores`, minus 1 for transfers if there are more than
-    2 cores; if `beside_device` (training on a GPU), minus 3 if there are more than 6, for the main thread and the
+    """Return the number of threads for a rank's offloaded steps. Of more than 2 cores, one is left for transfers. If
+    `beside_device` (training on a GPU) and there are more than 6 cores, three are left: for the main thread and the
     threads of autograd and NCCL."""
     return cores - (3 if beside_device and cores > 6 else 1 if cores > 2 else 0)
 
@@ -86,8 +86,8 @@ class StepWorker:
             self._fail(self._error)
 
     def _next_job(self, *, or_stop: bool = False) -> StepJob | None:
-        """Return the next job; None if no job is queued. `or_stop`: in that case note that the thread stops, so that
-        the next call of :meth:`submit` starts a thread."""
+        """Return the next job, or None if no job is queued. `or_stop`: if there is none, also record that the thread
+        stops, so that the next call of :meth:`submit` starts a thread."""
         with self._lock:
             self._running = bool(self._waiting) or not or_stop
             return self._waiting.pop(0) if self._waiting else None
@@ -126,7 +126,7 @@ class StepWorker:
             raise
 
     def _fail(self, error: BaseException, *taken: StepJob | None) -> None:
-        """Set `error` as the result of queued jobs, of jobs `taken` from the queue, and of jobs submitted later."""
+        """Let queued jobs, the jobs in `taken` (removed from the queue before) and all later jobs fail with `error`."""
         with self._lock:
             self._error = error if self._error is None else self._error
             left, self._waiting = self._waiting, []
@@ -173,24 +173,24 @@ class AfterStep:
 
     def count_references(self) -> None:
         """Count the references to the memory of buckets that have param syncs. Call this before users' code can keep
-        views of the memory: later, more references mean views."""
+        views of the memory: if the count is higher later, there are views."""
         self._references = {
             bucket: self._referring(bucket) for bucket in self._numbers if bucket.plan.gathers_after_step
         }
 
     def plans_changed(self) -> None:
-        """Call :meth:`count_references` for buckets that have param syncs only under their new plans."""
+        """Count the references of buckets that have param syncs under their new plans and had none before."""
         known = self._references
         self.count_references()
         self._references |= {bucket: n for bucket, n in known.items() if bucket in self._references}
         self._viewed &= self._references.keys()
 
     def step_begins(self) -> None:
-        """Before an optimizer step, find the buckets of whose memory users' code keeps views."""
+        """Before an optimizer step, find the buckets for which users' code keeps views of the memory."""
         self._viewed = {bucket for bucket, known in self._references.items() if self._referring(bucket) > known}
 
     def step_ends(self) -> None:
-        """After an optimizer step, count references again, because the step may keep some. Leave out buckets of which
+        """After an optimizer step, count references again, because the step may have added some. Skip buckets of which
         users keep views."""
         for bucket in self._references.keys() - self._viewed:
             self._references[bucket] = self._referring(bucket)
@@ -207,7 +207,7 @@ class AfterStep:
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """Schedule param syncs of `changed` buckets, whose masters are new or will be after a step. Collective."""
+        """Schedule param syncs of the buckets in `changed`: masters are new or will be after a step. Collective."""
         viewed = []
         for unit in self._units:
             if not (buckets := [b for b in unit.buckets if b in changed]):
@@ -236,8 +236,8 @@ class AfterStep:
             unit.unshard_wait()
 
     def sync_params(self, needed: Unit | None = None) -> None:
-        """Issue the pending param syncs whose steps have ended. Up to and including the unit `needed`, wait for steps
-        and issue all syncs. All ranks issue syncs in the order of units; how many one call issues can differ."""
+        """Issue the pending param syncs whose steps have ended. Up to and including the unit `needed`, first wait for
+        the steps. All ranks issue syncs in the order of units; how many one call issues can differ between ranks."""
         if self.failed is not None:
             raise self.failed
         if not self._pending_syncs:
@@ -259,8 +259,7 @@ class AfterStep:
     @outside_autograd
     def go_on(self) -> bool:
         """Issue the pending param syncs whose steps have ended. Called while this rank waits for other ranks. Return
-        whether syncs are left to issue in a later call; False also if a step has failed or this rank is issuing
-        syncs."""
+        whether a later call has syncs to issue. Return False if a step has failed or this rank is issuing syncs."""
         if self.failed is not None or self._issuing:
             return False
         # Do not raise a failed step's error here: each raise adds to its traceback, which then holds whoever waits.

@@ -55,8 +55,8 @@ class AwaitedStep:
         self.future: Future[None] | None = None  # of the submitted step; on all ranks or on none
 
     def announce(self, event: Event) -> Future[None]:
-        """Note that a step is submitted. Return a future that the step's thread must complete. `event`: the step writes
-        to the device after this event."""
+        """Record that a step is submitted. Return a future that the step's thread must complete. `event`: the step
+        writes to the device only after this event."""
         self.event = event
         self.future = Future()
         return self.future
@@ -179,8 +179,8 @@ class Bucket:
 
     @property
     def own_shard_of_owned(self) -> slice:
-        """Return this rank's shard as a slice of its owned range. The shard is all of that range, or a part if masters
-        are replicated. The shards of all ranks have each element of the bucket once."""
+        """Return this rank's shard as a slice of its owned range: all of the range or, if masters are replicated, a
+        part of it. Ranks that share shards have disjoint slices, which together are the whole bucket."""
         low, high = self.layout.shard_range(self.comm.shard.index)
         base = self.owned_range[0]
         return slice(low - base, high - base)
@@ -207,15 +207,15 @@ class Bucket:
         return self.storage.master
 
     def share(self, values: Tensor) -> None:
-        """Fill the full buffer from all ranks' `values` [owned numel], if the bucket does not reshard. Collective."""
+        """If the bucket does not reshard, fill the full buffer with all ranks' `values` [owned numel]. Collective."""
         if not self.plan.reshards:
             self._own_part.copy_(values)
             if self.plan.shards_master:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
-        """Make the master storage, the gradient store and the parameter store from `values` [owned numel], the masters.
-        The storage may use the memory of `values`."""
+        """Make the master storage, the gradient store and the parameter store. `values` [owned numel]: the masters. The
+        storage may use their memory."""
         self.comm.streams.change()
         self._make_storage(values, taken=True)
         self._make_grad_store()
@@ -326,7 +326,7 @@ class Bucket:
             self.comm.streams.change()
 
     def _send(self, target: Tensor) -> None:
-        """Copy the masters, with a cast, to `target` [owned numel] on the device, after kernels that read `target`."""
+        """Copy and cast the masters to `target` [owned numel] on the device, after the kernels that read `target`."""
         if not self.plan.steps_on_host:
             self.storage.copy_to(target)
             return
@@ -344,8 +344,8 @@ class Bucket:
 
     @contextlib.contextmanager
     def _moves(self, lane: str, nbytes: int) -> Iterator[None]:
-        """Context manager that records its body as a copy of `nbytes` between tiers on `lane`, and, without streams, as
-        a wait of the host."""
+        """Context manager that records its body as a copy of `nbytes` between tiers on the timeline's `lane` and,
+        without streams, also as a wait of the host."""
         recording.moved(lane, nbytes)
         waits = not self.comm.streams.are_there
         with recording.span(lane, self.label), recording.waiting("transfer", self.label) if waits else _AT_ONCE:
@@ -396,7 +396,7 @@ class Bucket:
         values_changed([info])
 
     def write_whole(self, full: Tensor, *, masters: bool = True) -> None:
-        """Write `full` [layout.numel], masters that are the same on all ranks, to the master storage, the compute
+        """Write the masters `full` [layout.numel], which are equal on all ranks, to the master storage, the compute
         parameters and the slice kept for the node. `masters`: False if the storage has these values already."""
         if masters:
             with opened(self.storage, changed=True) as master:
@@ -457,7 +457,7 @@ class Bucket:
     def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
         """Gather values of all ranks into a new tensor [layout.numel] of `dtype` on the device. Blocks. Collective.
         `own`: pairs (start in the owned range, values) of this rank. Elements for which no rank has values are zero.
-        `what`: the values, in words."""
+        `what`: a name of the values for labels."""
         low, _ = self.owned_range
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
         for start, values in own:
@@ -467,8 +467,8 @@ class Bucket:
         return full
 
     def show(self, gathered: bool) -> None:
-        """Point the parameters at gathered values or placeholders. While parameters show whole masters, which may have
-        users' writes, this happens only in :meth:`hide_whole`."""
+        """Point the parameters at gathered values or placeholders. While the parameters show whole masters, which may
+        have users' writes, only record `gathered` for :meth:`hide_whole`."""
         self._gathered = gathered
         if self.shown is Shown.MASTERS or self.shown is Shown.PLAIN:
             return
@@ -513,8 +513,8 @@ class Bucket:
 
 
 def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
-    """Issue the gathers of several buckets as one message, on a device with streams. Collective. `buckets` must have
-    one communicator, and all or none must reshard. `of_node`: gather the slices kept for the node."""
+    """Issue the gathers of several buckets as one message, on a device with streams. Collective. The buckets must have
+    the same communicator, and all or none of them must reshard. `of_node`: gather the slices kept for the node."""
     comm = buckets[0].comm
     # Buckets that reshard: message and casts wait only for the last use of free memory and the last change of values,
     # and run beside compute. Other buckets' values are in use until the current stream has replaced this rank's slice.
@@ -525,8 +525,8 @@ def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pend
 
 
 def joined(comm: Communicator, info: ParamInfo, part: Tensor) -> Tensor:
-    """Return the whole tensor of a parameter of which this rank has ``part``: ``part`` itself, unless tensor or expert
-    parallelism splits the parameter; then collective. ``comm``: the engine's communicator."""
+    """Return the whole tensor of a parameter. If tensor or expert parallelism splits the parameter, ``part`` is this
+    rank's part, and the call is collective; otherwise return ``part``. ``comm``: the engine's communicator."""
     split = info.split
     if split is None:
         return part
@@ -542,7 +542,7 @@ class Place(NamedTuple):
 
     @property
     def slices(self) -> list[int]:
-        """Return the numbers of the parameter's elements in the shards that have any; [0] if the parameter is empty."""
+        """Return how many of the parameter's elements are in each shard that has any; [0] if the parameter is empty."""
         layout = self.bucket.layout
         parts = (part for rank in range(layout.world_size) for part in layout.fragments(rank))
         return [part.numel for part in parts if part.index == self.info.slot] or [0]

@@ -62,8 +62,8 @@ def materialise(
 
 
 def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str, Tensor], device: torch.device) -> None:
-    """Allocate the tensors `lacking` of the module `inner` on `device`, then call the module's `reset_parameters` or a
-    known equivalent. Raises ConfigError if there is none."""
+    """Allocate on `device` the tensors of `inner` that are in `lacking`. Then call the `reset_parameters` of `inner`,
+    or a known equivalent. Raises ConfigError if there is none."""
     reset = resetter(module, name, inner)
     if reset is None:
         key = next(iter(lacking))
@@ -157,7 +157,7 @@ def build_units(
     sources: Mapping[str, Tensor],
 ) -> list[Unit]:
     """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective. `plans`:
-    one of each bucket, in the order of `groups`. `sources`: first values by name, of which a rank reads its own parts.
+    one for each bucket, in the order of `groups`. `sources`: first values by name; each rank reads its own parts only.
     Raises ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on any
     rank."""
     names = {group.name for group in groups if group.name}
@@ -191,7 +191,7 @@ def build_units(
 
 
 def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
-    """Fill the bucket with first values: those in `sources` (by name), else rank 0's values. Collective."""
+    """Fill the bucket with first values from `sources` (by name), or rank 0's where `sources` has none. Collective."""
     comm, dtype = bucket.comm, bucket.dtypes.master if bucket.plan.trainable else bucket.dtypes.compute
     found = {
         info.slot: info.part_of_saved(sources[fqn])

@@ -1,8 +1,7 @@
 """Choose and make the tiers (host memory, files) of an engine, after a check that the tiers have enough free bytes.
 
-Ranks of one host share the host's memory and disk. All ranks sum the bytes that the ranks of each host need, compare
-the sums with the free bytes of each host, and so raise the same error.
-"""
+Ranks of one host share the host's memory and disk. Every rank sums the bytes that the ranks of each host need, and
+compares the sum with the free bytes of this host. So all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Held(NamedTuple):
 
     plan: BucketPlan
     states: int  # number of state tensors as large as the masters
-    later: int  # number of such tensors after the first step
+    later: int  # number of state tensors as large as the masters after the first step
     whole: int = 0  # bytes of the state of parameters that are stepped whole
     whole_later: Callable[[BucketPlan], int] = lambda _: 0  # these bytes under another plan
 
@@ -130,9 +129,9 @@ def _files(
     needed: int,
     held: int,
 ) -> NvmeTier:
-    """Return the file tier ``before``, or a new tier if ``before`` is None. Check that the tier can hold ``needed``
-    more bytes than the ``held`` bytes that it has. Collective. Raises ConfigError for an unusable folder, a full disk
-    or a low budget."""
+    """Return the file tier ``before``, or a new tier if ``before`` is None. Check that there is room for ``needed``
+    bytes in addition to the ``held`` bytes that stay in the tier. Collective. Raises ConfigError for an unusable
+    folder, a full disk or a low budget."""
     nvme = before
     if nvme is None:
         make = partial(
@@ -195,9 +194,9 @@ DEVICE_MEMORY = _Kind(
 
 
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
-    """Check that the memory that each rank needs fits its `budget` or, if that is None, the host's free memory.
-    Collective. This rank needs `needed` bytes more than the `held` bytes. The `staging` bytes are transfer buffers,
-    which the budget does not count. Raises ConfigError, the same on all ranks."""
+    """Raise ConfigError on all ranks if a rank's host memory would exceed its `budget` or, if that is None, the host's
+    free memory. Collective. `held`: bytes that this rank has already. `needed`: bytes that it wants in addition.
+    `staging`: bytes of transfer buffers, which the budget does not count."""
     available = available_host_memory() - staging if budget is None else None
     check_free_memory(_MEMORY, comm, place_of(), needed, budget, held=held, available=available)
 
@@ -205,8 +204,8 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
-    """Raise ConfigError on all ranks if `needed` more bytes of any rank exceed its `budget` or the disk. `held`: bytes
-    that stay in this rank's files (None: all bytes that the files have). Collective."""
+    """Raise ConfigError on all ranks if a rank's files would exceed its `budget` or the free disk space. Collective.
+    `held`: bytes that stay in this rank's files (None: all present ones). `needed`: bytes that it wants in addition."""
     place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     free, spare = nvme.free_nbytes, nvme.spare_nbytes
@@ -231,8 +230,8 @@ def check_free_memory(
     spare: int = 0,
 ) -> None:
     """Raise ConfigError on all ranks if the bytes that ranks need exceed a budget or the free bytes. Collective. Ranks
-    with equal `place` (see :func:`place_of`) share the `available` bytes. None: no limit. This rank needs `needed`
-    bytes more than it has (`held`). It can reuse `spare` bytes that it reserved earlier."""
+    with equal `place` (see :func:`place_of`) share the `available` bytes (None: no limit). `held`: bytes that this rank
+    has already. `needed`: bytes that it wants in addition, of which it has reserved `spare` bytes earlier."""
     beyond = budget is not None and held + needed > budget
     own = (place, needed, held, beyond, available, min(spare, max(needed, 0)))
     table = comm.all_gather_objects(own, f"whether {kind.what} will do")
@@ -280,8 +279,8 @@ def find_ranks(
     node: str,
     waits: Waits,
 ) -> Ranks:
-    """Return which ranks share shards, and this rank's index in each group. `group` has all ranks of the engine (None:
-    one rank). Collective. Raises ConfigError if `zero.hybrid_shard` cannot divide these nodes."""
+    """Return the groups of ranks that share shards, with this rank's index in each. Collective. `group`: all ranks of
+    the engine (None: one rank). Raises ConfigError if `zero.hybrid_shard` cannot divide these nodes."""
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
     names = [name for name, *_ in table]

@@ -197,8 +197,8 @@ def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield modules whose class name, or own name followed by a dot, matches one of `patterns`. Under mixed precision
-    parameters of these modules keep fp32."""
+    """Yield the modules for which one of `patterns` matches the class's name, or the module's name followed by a dot.
+    Under mixed precision parameters of these modules keep fp32."""
     for name, inner in module.named_modules():
         if any(fnmatch.fnmatchcase(type(inner).__name__, p) or fnmatch.fnmatchcase(f"{name}.", p) for p in patterns):
             yield inner
@@ -281,8 +281,8 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Check that all ranks have equal parameters in the same order, and set strides to those of rank 0. Collective.
-    Raises ConfigError on all ranks with the first difference. `group`: all ranks of the engine (None: one rank)."""
+    """Check that all ranks have equal parameters in the same order, and use rank 0's strides on all ranks. Collective.
+    `group`: all ranks of the engine (None: one rank). Raises ConfigError on all ranks with the first difference."""
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [(_describe(u, info), info.saved_strides) for u in units for bucket in u.buckets for info in bucket.params]
     if (table := gather_if_unequal(group, own, waits, "models")) is None:
@@ -300,7 +300,7 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
 
 
 def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Raise ConfigError unless `names`, of tensors that have first values, are the same on all ranks. Collective."""
+    """Raise ConfigError unless all ranks have the same `names` of tensors that have first values. Collective."""
     table: list[list[str]] | None = gather_if_unequal(group, sorted(names), waits, "names of first values")
     if table is None:
         return

@@ -49,9 +49,9 @@ class Claimed(NamedTuple):
 
 
 class GradStore:
-    """Holds a reduced gradient on the device; the subclass :class:`OnHost` in host memory. ``value``: the gradient, or
-    None; a read waits for the end of a copy to the host. ``memory``: the tensor that the store has allocated, which
-    :class:`OnHost` keeps also while there is no gradient."""
+    """Holds a reduced gradient on the device; the subclass :class:`OnHost` holds it in host memory. ``value``: the
+    gradient, or None. A read waits for the end of a copy to the host. ``memory``: the tensor that the store has
+    allocated. :class:`OnHost` keeps this tensor also while there is no gradient."""
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
         self._dtype, self._streams = dtype, streams
@@ -77,7 +77,6 @@ class GradStore:
             self.value.add_(reduced)
 
     def clear(self) -> None:
-        """Drop the gradient."""
         self.value = None
 
     def free(self) -> None:
@@ -112,9 +111,8 @@ class _Seen:
 
 
 class OnHost(GradStore):
-    """Holds the gradient in host memory, pinned for a GPU. Norms and finite checks that callers have requested for
-    earlier gradients are computed on the device before the copy to the host, where each would take another pass over
-    memory."""
+    """Holds the gradient in host memory, pinned for a GPU. Norms and finite checks that callers have requested earlier
+    are computed on the device, before each gradient is copied. On the host each would take a pass over memory."""
 
     is_there = False  # type: ignore[assignment]
 

@@ -41,8 +41,8 @@ CAST_CHUNK = 1 << 22  # elements: little memory, and enough to keep a link busy
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """Holds the tiers of one engine (host memory, files), and the helpers that copy to and from these tiers. `landing`
-    copies gradients to the host, `sender` copies masters in files to a device with streams, and `read_ahead` has
-    buffers for parameters that are read from files."""
+    copies gradients to the host. `sender` copies masters from files to a device with streams. `read_ahead` has buffers
+    for parameters that are read from files."""
 
     host: HostTier | None = None
     nvme: NvmeTier | None = None
@@ -95,11 +95,11 @@ class MasterStorage:
         copy_cast(self.master, target)
 
     def read_until(self, event: Event) -> None:
-        """Note that a stream reads the masters until `event`, for which later writes wait. None: no stream reads."""
+        """Record that a stream reads the masters until `event`. Later writes wait for the event. None: no reads."""
 
     def lend(self, reading: Future[None]) -> None:
-        """Note that another thread reads the tensors until the future `reading` is done. Later writes, and freeing the
-        tensors, wait for this future."""
+        """Record that another thread reads the tensors until the future `reading` is done. Later writes wait for this
+        future, and so does :meth:`free`."""
         self._lent.append(reading)
 
     def close(self, *, changed: bool) -> None:
@@ -172,7 +172,7 @@ class HostStorage(ResidentStorage):
         self._reads = event
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move those tensors of `states` that are new to the host tier's memory. They stay the same tensor objects."""
+        """Move new tensors in `states` into the host tier's memory. They stay the same tensor objects."""
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
@@ -387,8 +387,8 @@ def copy_cast(source: Tensor, target: Tensor) -> None:
 
 
 class FlatSlice(NamedTuple):
-    """Refers to adjacent elements of `whole`, a flat tensor of a storage, which has no memory while a storage in files
-    is closed."""
+    """Refers to adjacent elements of `whole`, a flat tensor of a storage. If the storage is in files, `whole` has
+    memory only while the storage is open."""
 
     whole: Tensor
     start: int

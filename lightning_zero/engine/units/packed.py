@@ -60,9 +60,9 @@ def prefixes_beside(module: nn.Module) -> tuple[str, ...]:
 
 
 def load_beside(module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: list[str]) -> None:
-    """Pre-hook of `load_state_dict` of one module: load the tensors that decode its packed parameters, which
-    bitsandbytes saves and does not load. Report an error if packed bytes have another dtype or their decoding tensors
-    are missing."""
+    """Pre-hook of one module's `load_state_dict`: load the tensors that decode packed parameters. bitsandbytes saves
+    these tensors but does not load them. Report an error if packed bytes have another dtype or the tensors that decode
+    them are missing."""
     for key, param in module.named_parameters(recurse=False):
         name, value = prefix + key, state.get(prefix + key)
         old: Any = getattr(param, "quant_state", None)

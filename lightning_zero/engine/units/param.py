@@ -73,8 +73,8 @@ class Owner(Protocol):
         ...
 
     def hands_out(self, param: nn.Parameter, read: Callable[[], Tensor]) -> Tensor:
-        """Gather `param`, then return `read()`, which is torch's `param.data`, to users' code. Later writes to the
-        result are noticed: see [Note: checksums of writes]."""
+        """Called when users' code reads `param.data`. Gather `param`, then return `read()`, which is torch's
+        `param.data`. Later writes to the result are noticed: see [Note: checksums of writes]."""
         ...
 
     def takes_grad(self, param: nn.Parameter, value: Tensor) -> bool:
@@ -83,7 +83,7 @@ class Owner(Protocol):
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """For `param.data = value`: write `value` to the masters and return True; return False if torch must assign."""
+        """Called for `param.data = value`. Write `value` to the masters and return True; False if torch must assign."""
         ...
 
 
@@ -138,7 +138,7 @@ class _Owned:
     grad = property(get_grad, _assign_grad, _delete_grad)
 
     def __deepcopy__(self: Any, memo: dict[int, object]) -> object:
-        """Return a copy with the whole value and the class from before sharding, which is independent of the engine."""
+        """Return a copy, independent of the engine, that has the whole value and the class from before sharding."""
         if id(self) not in memo:
             plain: Any = _PLAIN[type(self)]
             if plain.__deepcopy__ is nn.Parameter.__deepcopy__:  # which reads `.data`, whose changes are looked for
@@ -282,7 +282,7 @@ def _name_of(func: Any) -> str:
 def _targets(
     func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object] | None
 ) -> Sequence[object]:
-    """Return the arguments that ``func`` writes to in place, if any, and its ``out`` argument."""
+    """Return the arguments that ``func`` writes to: the ones it changes in place, if any, and its ``out`` argument."""
     name = _name_of(func)
     operator = name == "__setitem__" or (name.startswith("__i") and len(args) > 1)  # x[0] = 1, x += 1
     in_place = operator or (name.endswith("_") and not name.endswith("__"))

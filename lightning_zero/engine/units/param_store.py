@@ -62,7 +62,7 @@ class FlatBuffer:
 
 
 def references(tensor: Tensor) -> int:
-    """Return how many tensors, also in autograd graphs, share the memory of ``tensor``."""
+    """Return how many tensors share the memory of ``tensor``, including tensors in autograd graphs."""
     # Without the storage object that is made here.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # type: ignore[attr-defined,no-any-return]
 

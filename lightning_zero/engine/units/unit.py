@@ -101,8 +101,8 @@ class Unit:
                 self.pending.append(bucket.gather_begin(of_node=of_node))
 
     def begin_param_sync(self, buckets: Sequence[Bucket]) -> None:
-        """Issue the gathers of `buckets`, replicated parameters whose masters have changed. Parameters are placeholders
-        until :meth:`unshard_wait`. Collective."""
+        """Issue the gathers of `buckets`, whose parameters are replicated and whose masters have changed. Parameters
+        are placeholders until :meth:`unshard_wait`. Collective."""
         self.unshard_wait()  # for an earlier param sync, if masters changed twice in a row
         self._enter(State.GATHERING)
         with recording.profiled("gather", self.title):
@@ -168,12 +168,12 @@ class Unit:
             self.reshard()
 
     def pass_begins(self) -> None:
-        """Note that a pass with a backward begins. Under `hybrid_shard=node_backward`, a drop in this pass keeps a
-        slice for the node."""
+        """Begin a pass with a backward. Under `hybrid_shard=node_backward`, a drop in this pass keeps a slice for the
+        node."""
         self.keeps_node_slices = self.reshards and self.buckets[0].comm.ranks.node.size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
-        """End a pass: drop the unit and slices kept for the node. `deadline`: after an exception; see
+        """End a pass: drop the unit and slices kept for the node. `deadline`: given after an exception; see
         :meth:`abandon`."""
         self.keeps_node_slices = self.is_held = self.in_graph = False
         self.calls.clear()

@@ -33,19 +33,20 @@ from lightning_zero.settings import ConfigError, Offload, ZeroConfig
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Moves a bucket's values from the range that this rank owns to the range that it owns under the new ``plan``."""
+    """Moves a bucket's values from the range that this rank owns now to the range that it owns under ``plan``."""
 
     bucket: Bucket
     plan: BucketPlan
 
     def move_values(self, values: Tensor) -> Tensor:
-        """Return ``values`` of the present owned range, gathered or cut to the range of the new plan. Collective."""
+        """Return the values of the range that this rank owns under ``plan``, gathered from the ``values`` that ranks
+        own now. Collective."""
         if self.bucket.plan.shards_master:
             values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard.index))]
 
 
-Follow = Callable[[int, Move], None]  # called with a bucket's number and move, to move values that other objects hold
+Follow = Callable[[int, Move], None]  # called with a bucket's index and move, to move values that other objects hold
 
 
 @outside_autograd
@@ -96,7 +97,7 @@ def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instance
 
 def _agree(engine: Core, config: ZeroConfig) -> bool:
     """Return whether ``config`` changes the settings of any rank. Collective. Raises ConfigError if ranks got different
-    stages, offloads or budgets, or if one is inside a pass or ``gather()``."""
+    stages, offloads or budgets, or if a rank is inside a pass or ``gather()``."""
     own = _say_settings(config), config != engine.config, _in_the_way(engine)
     table: list[tuple[str, bool, str | None]] = engine.comm.all_gather_objects(own, "restaging the module")
     first = table[0][0]
@@ -124,7 +125,7 @@ def _agree_on_grads(engine: Core) -> None:
 
 
 def _say_settings(config: ZeroConfig) -> str:
-    """Return in words the settings that must be equal on all ranks in a restage. Folders can differ between nodes."""
+    """Return a text with the settings that all ranks must have in common in a restage. Folders may differ by node."""
     offload = config.offload
     budgets = [offload.device_budget, offload.host_budget, offload.nvme_budget]
     budgeted = "" if budgets == [None] * 3 else f" and budgets {budgets}"

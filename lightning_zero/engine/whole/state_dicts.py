@@ -56,7 +56,7 @@ def module_state(
     engine: Core, *, only_rank_0: bool = True, fakes: FakeTensors | None = None, trainable_only: bool = False
 ) -> State:
     """Return the module's state dict, with full or with fake tensors: see ``Engine.state_dict``. Collective."""
-    if fakes is None:  # no message before has said that all ranks are here, as one of a save does
+    if fakes is None:  # in a save, an earlier message has shown that all ranks are here
         engine.comm.gather_checked(None, "the module's state_dict(), which all ranks must call")
     take_shown_over(engine)
     wanted = not only_rank_0 or engine.comm.rank == 0
@@ -74,7 +74,7 @@ def _elsewhere(engine: Core, trainable_only: bool) -> dict[int, Tensor]:
 
 def fake_copy(engine: Core, fakes: FakeTensors, storages: Storages, *, trainable_only: bool = False) -> State:
     """Return ``module.state_dict()`` with fake tensors that refer to ``storages``, a copy of all buckets' masters. On
-    other ranks than rank 0 the tensors are :class:`OnRank0`."""
+    ranks other than 0 the tensors are :class:`OnRank0`."""
     name = f"copy {len(fakes.copies)}"
     fakes.copies[name] = storages
 
@@ -87,7 +87,8 @@ def fake_copy(engine: Core, fakes: FakeTensors, storages: Storages, *, trainable
 
 @outside_autograd
 def sharded_state_dict(engine: Core, storages: Storages | None = None, *, trainable_only: bool = False) -> State:
-    """Return ``module.state_dict()`` with :class:`TensorParts` of masters, or of a copy ``storages``. Collective."""
+    """Return ``module.state_dict()`` with :class:`TensorParts` of the masters or, if ``storages`` are given, of the
+    copy of all masters in ``storages``. Collective."""
     take_shown_over(engine)
     parts = parts_by_value(engine, {} if storages is None else {"copy": storages})
 
@@ -100,7 +101,7 @@ def sharded_state_dict(engine: Core, storages: Storages | None = None, *, traina
 
 
 def parts_of(engine: Core, parts: Parts, value: Value, info: ParamInfo, copies: Storages | None = None) -> TensorParts:
-    """Return a :class:`TensorParts` for ``value`` of a parameter, in the dtype of its masters or of ``copies``
+    """Return a :class:`TensorParts` for ``value``, in the dtype of the parameter's masters or, if given, of ``copies``
     (storages of a copy of all masters)."""
     storage = engine.buckets[value.bucket].storage if copies is None else copies[value.bucket]
     dtype = storage.master.dtype
@@ -115,7 +116,7 @@ def parts_by_value(engine: Core, copies: Copies | None = None) -> dict[Value, li
 
 
 def _tensors(engine: Core, tensor: Callable[[Value, ParamInfo], Tensor], trainable_only: bool) -> dict[int, Tensor]:
-    """Call ``tensor(value, info)`` for each parameter. Return the results by ``id`` of the parameter."""
+    """Call ``tensor(value, info)`` for each parameter. Return {``id`` of the parameter: result}."""
     return {
         id(info.param): tensor(Value(number, info.slot), info)
         for number, bucket in enumerate(engine.buckets)
@@ -125,8 +126,8 @@ def _tensors(engine: Core, tensor: Callable[[Value, ParamInfo], Tensor], trainab
 
 
 def gathered(engine: Core, *, wanted: bool, only: Container[Value] | None = None) -> dict[int, Tensor]:
-    """Gather parameters (all, or those in ``only``) to the host, in their original dtypes. Return whole tensors by
-    ``id`` of the parameter; an empty dict if not ``wanted`` on this rank. Collective."""
+    """Gather parameters (all, or those in ``only``) to the host, in their original dtypes. Return {``id`` of the
+    parameter: whole tensor}, or an empty dict if ``wanted`` is False on this rank. Collective."""
     result: dict[int, Tensor] = {}
     for number, bucket in enumerate(engine.comm.long_work.items(engine.buckets, "gathering weights, in buckets")):
         infos = [info for info in bucket.params if only is None or Value(number, info.slot) in only]
@@ -215,8 +216,8 @@ def optimizer_state(
 def whole_states(
     engine: Core, sharded: Stepper, known: Entries, *, wanted: bool = True, device: torch.device | str = "cpu"
 ) -> dict[tuple[int, int], State]:
-    """Gather an optimizer's state on `device`. Return state by (bucket's number, slot), with None for tensors if not
-    `wanted` on this rank. Collective. `known`: a result of :func:`all_entries`."""
+    """Gather an optimizer's state to `device`. Return {(index of the bucket, slot): state}, with None in place of
+    tensors if `wanted` is False on this rank. Collective. `known`: a result of :func:`all_entries`."""
     states = dict[tuple[int, int], State]()
     for number, bucket in enumerate(
         engine.comm.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
@@ -240,8 +241,8 @@ def _leaf(fakes: FakeTensors | None, value: Value, leaf: Leaf) -> Tensor:
 @outside_autograd
 def sharded_optimizer_state(engine: Core, optimizer: Optimizer) -> State:
     """Return the state of ``optimizer`` by parameter name, with :class:`TensorParts` for tensors. A value that a
-    parameter has once (a step count) is in :class:`Unsharded`, only on the rank with the parameter's first element.
-    Collective."""
+    parameter has once (a step count) is wrapped in :class:`Unsharded`, and only the rank with the parameter's first
+    element has it. Collective."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
     index, parts = engine.optimizers.index(sharded), parts_by_value(engine)
@@ -270,7 +271,7 @@ def _groups(sharded: Stepper, key_of: Callable[[Place], object]) -> list[State]:
 
 
 class _CopyIntoShards(TorchFunctionMode):
-    """Mode in which ``param.copy_(value)`` of ``Module.load_state_dict`` writes this rank's part to its shards."""
+    """Mode in which ``param.copy_(value)``, as called by ``Module.load_state_dict``, writes to this rank's shards."""
 
     def __init__(self, engine: Core) -> None:
         super().__init__()
@@ -284,7 +285,7 @@ class _CopyIntoShards(TorchFunctionMode):
         return {fqn: info.param._version - info.version for fqn, info in _infos(self.engine).items()}
 
     def refuse_writes(self) -> None:
-        """Raise RuntimeError if a hook of the load has written to a parameter in place, as that write would be lost."""
+        """Raise RuntimeError if a hook of the load has written to a parameter in place: that write would be lost."""
         written = [fqn for fqn, version in self._users_versions().items() if version != self._versions[fqn]]
         if written:
             raise RuntimeError(
@@ -355,7 +356,7 @@ def _infos(engine: Core) -> dict[str, ParamInfo]:
 
 def _refuse_other_values(engine: Core, state: Saved) -> None:
     """Raise RuntimeError on all ranks if ranks load different values of a parameter. Collective. Compares about eight
-    elements of each tensor, which suffice for random values; more would read a memory-mapped file completely."""
+    elements of each tensor, enough for random values. A full comparison would read all of a memory-mapped file."""
     infos = {fqn: info for fqn, info in _infos(engine).items() if info.split is None}
     own = {
         key: checksum(value.detach().flatten()[:: value.numel() // 8 + 1])
@@ -388,7 +389,8 @@ def versioned(entries: Saved, of: object) -> State:
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:
-    """Return ``state`` with a :class:`KeptTensor` for each missing frozen parameter, which a load then keeps."""
+    """Return ``state`` with a :class:`KeptTensor` for each frozen parameter that it lacks. A load keeps the values of
+    these parameters."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
     return versioned({**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}, state)
@@ -396,7 +398,7 @@ def keeping_frozen(module: nn.Module, state: Saved) -> State:
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Core) -> Iterator[_CopyIntoShards]:
-    """Context manager in which ``module.load_state_dict`` writes to shards. All ranks load equal values. Collective."""
+    """Context manager in which ``module.load_state_dict`` writes to shards. Ranks must load the same. Collective."""
     engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
     engine.passes.writes.take_all_over()
@@ -427,7 +429,7 @@ def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> No
 
 
 def check_optimizer(engine: Core, optimizer: Optimizer, state: Saved, what: str) -> None:
-    """Raise a ConfigError if :func:`load_optimizer_state` would refuse ``state``. ``what``: its source, in words."""
+    """Raise a ConfigError if :func:`load_optimizer_state` would refuse ``state``. ``what``: a name of its source."""
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__
@@ -473,7 +475,7 @@ def _pairs(
 
 
 def _matched(saved: Sequence[object], places: Sequence[Place], what: str) -> list[tuple[object, Place]]:
-    """Pair the keys of ``saved`` states with the parameters at ``places``: by name if keys are names, else by order."""
+    """Pair the keys in ``saved`` with the parameters at ``places``: by name if keys are names, otherwise by order."""
     if not all(isinstance(key, str) for key in saved):
         return list(zip(saved, places, strict=True))
     names = set(saved)

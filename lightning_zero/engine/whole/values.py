@@ -1,10 +1,9 @@
-"""Find which rank saves which elements of the masters and of optimizer state, and make tensors that represent elements
-before they are saved.
+"""Find which rank saves which elements of the masters and of optimizer state, and make the tensors without values that
+stand for them in a state dict until they are saved.
 
-At any stage exactly one rank saves each element: a rank saves only its shard, also of replicated masters, and only the
-first of several replicas saves. ``FakeTensors`` are for a checkpoint in one file, into which each rank writes its
-ranges. ``TensorParts`` are for a checkpoint folder.
-"""
+At any stage exactly one rank saves each element: a rank saves only its shard, even if masters are replicated, and only
+the first of several replicas saves. ``FakeTensors`` are for a checkpoint in one file, into which each rank writes its
+ranges. ``TensorParts`` are for a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -63,14 +62,14 @@ class Range(NamedTuple):
 
 
 def own_parts(engine: Core, copies: Copies | None = None) -> Iterator[Part]:
-    """Yield the parts of :func:`own_fragments`, cut so that ``start`` counts from the beginning of the whole tensor,
-    also for tensors that tensor or expert parallelism splits."""
+    """Yield the parts of :func:`own_fragments`, with ``start`` relative to the whole tensor. For this, parts of tensors
+    that tensor or expert parallelism splits are cut again."""
     for part in own_fragments(engine, copies):
         yield from in_whole(part, engine.buckets[part.value.bucket].params[part.value.slot].split)
 
 
 def in_whole(part: Part, split: Split | None) -> Iterator[Part]:
-    """Yield the parts of ``part``, cut so that their elements are adjacent in the whole tensor, split by ``split``."""
+    """Cut ``part`` into parts whose elements are adjacent in the whole tensor, which ``split`` divides among ranks."""
     if split is None:
         yield part
         return
@@ -79,7 +78,7 @@ def in_whole(part: Part, split: Split | None) -> Iterator[Part]:
 
 
 def own_fragments(engine: Core, copies: Copies | None = None) -> Iterator[Part]:
-    """Yield the parts of masters, state and ``copies`` that this rank saves, by storage. Does not open storages."""
+    """Yield the parts of masters, state and ``copies`` that this rank saves, storage by storage. Opens no storage."""
     for number, bucket in enumerate(engine.buckets):
         if bucket.comm.replicate.index:  # the first replica saves
             continue
@@ -131,7 +130,7 @@ def own_ranges(engine: Core, wanted: Container[Value], copies: Copies) -> Iterat
 
 
 def gathered_ranges(engine: Core, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
-    """Gather the ``wanted`` values, the same on all ranks, and yield each value as one range. Collective."""
+    """Gather the values in ``wanted`` (equal on all ranks), and yield each value as one range. Collective."""
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     for number, bucket in enumerate(engine.buckets):
         of_params = {v[2:] for v in wanted if v.bucket == number and (v.name == MASTER or v.optimizer == COPY)}
@@ -177,9 +176,8 @@ def _whole(like: ParamInfo | Leaf) -> tuple[Sequence[int], Sequence[int]]:
 
 
 class FakeTensors:
-    """Makes tensors with shape and dtype but no values: reading one raises. Tensors of ``last``, earlier
-    ``FakeTensors``, are reused, because making one takes 0.1 ms. ``made`` pairs each tensor with the value that it
-    stands for."""
+    """Makes tensors that have a shape and dtype but no values; a read of values raises. ``last``: an earlier object,
+    whose tensors are reused, because making a tensor takes 0.1 ms. ``made``: pairs (value, tensor in its place)."""
 
     def __init__(self, last: FakeTensors | None = None) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -204,9 +202,9 @@ class FakeTensors:
 
 
 class TensorParts(Tensor):
-    """A tensor without values, in place of a whole tensor of which this rank saves ``parts``. ``of``: the value that
-    the tensor represents. ``order``: its dimensions, largest stride first. ``of_whole``: the split of the tensor over
-    ranks, if any; ``parts`` then count from the beginning of this rank's part."""
+    """A tensor without values that stands for a whole tensor, of which this rank saves ``parts``. ``of``: the value
+    that it stands for. ``order``: its dimensions, largest stride first. ``of_whole``: how tensor or expert parallelism
+    splits it over ranks, if it does; positions in ``parts`` are then relative to this rank's part."""
 
     parts: tuple[Part, ...]
     order: Sequence[int]
@@ -255,7 +253,7 @@ class TensorParts(Tensor):
 
 
 class OnRank0(TensorParts):
-    """A tensor without values, which other ranks have in place of a tensor of a checkpoint that rank 0 has."""
+    """A tensor without values. Other ranks have it in place of a tensor of a checkpoint that only rank 0 has."""
 
     _why = "rank 0 alone holds the tensors of a checkpoint that is one file"
     _instead = "Use values on rank 0 alone (if trainer.is_global_zero), or read parameters on all ranks"
@@ -267,13 +265,14 @@ class OnRank0(TensorParts):
 
 
 class Unsharded(NamedTuple):
-    """Wraps an optimizer state value that is not sharded, such as a step count, and that only this rank saves."""
+    """Wraps a value of optimizer state that is not sharded (such as a step count). Only this rank saves the value."""
 
     value: object
 
 
 def parts_for_folder(entry: object, tensor_of: Callable[[Leaf], TensorParts]) -> object:
-    """Return a copy of state ``entry`` with ``tensor_of(leaf)`` for leaves and other values in :class:`Unsharded`."""
+    """Return a copy of the state ``entry`` that has ``tensor_of(leaf)`` in place of each leaf, and other values wrapped
+    in :class:`Unsharded`."""
     if isinstance(entry, Leaf):
         return tensor_of(entry)
     if isinstance(entry, Mapping):

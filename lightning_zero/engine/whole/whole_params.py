@@ -4,7 +4,7 @@ Between runs each host has one copy in shared memory (memfd), which all ranks of
 
     each rank       -- writes its part of the masters     --> the shared memory of its host
     each rank       -- maps the memory copy-on-write      --> parameters are plain tensors; a write stays on its rank
-    the next run    -- compares parameters with the copy  --> rank 0's values of changed ones go into the shards
+    the next run    -- compares parameters with the copy  --> of changed parameters, rank 0's values go into the shards
 
 Meanwhile shards, optimizer state and units do not change, and a save reads the shards.
 """
@@ -47,8 +47,8 @@ def take_writes_over(engine: Core) -> None:
 
 
 def take_shown_over(engine: Core) -> None:
-    """Before a save, copy users' writes into the masters, as :func:`take_writes_over` does, also writes inside a
-    gather() that has not ended. Collective."""
+    """Before a save, do what :func:`take_writes_over` does, and also copy writes inside a gather() that has not ended.
+    Collective."""
     take_writes_over(engine)
     for write_back in engine.passes.writes.write_backs:
         write_back()
@@ -128,7 +128,7 @@ def _shown(engine: Core, params: Iterable[nn.Parameter], from_rank: int | None, 
 
 
 def _refuse_replaced(engine: Core) -> None:
-    """Raise RuntimeError if users replaced a parameter, whose successor would not be trained, or changed its shape."""
+    """Raise RuntimeError if users changed a parameter's shape or replaced a parameter, so that it would not train."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
         for info in bucket.params:
@@ -180,8 +180,8 @@ def _write_back(engine: Core, shown: dict[Bucket, _Full], from_rank: int | None)
 
 
 def _take_written(bucket: Bucket, shown: _Full, from_rank: int | None) -> tuple[bool, bool]:
-    """Copy tensors that users have assigned to ``param.data`` and ``param.grad`` to ``shown``, and with ``from_rank``
-    broadcast that rank's values. Return whether values, and whether gradients, of this rank's shard have changed."""
+    """Copy tensors that users have assigned to ``param.data`` and ``param.grad`` to ``shown``. With ``from_rank``
+    broadcast that rank's values. Return (values have changed, gradients have changed) for this rank's shard."""
     full, full_grad = shown
     replaced = []
     for info in bucket.params:
@@ -244,8 +244,8 @@ def _gathers(engine: Core, hosts: Sequence[str]) -> bool:
 
 
 def _does_not_fit(engine: Core, hosts: Sequence[str], available: Sequence[int]) -> str | None:
-    """Return in words why a copy of the module does not fit the ``available`` bytes of some host; None if it fits. The
-    result is equal on all ranks. ``hosts``, ``available``: by rank."""
+    """Return None if a copy of the module fits into the memory of each host, otherwise a text that says why not. The
+    result is equal on all ranks. ``hosts``, ``available``: each rank's host, and the bytes available there."""
     gathers = engine.comm.device.type == "cpu" and _gathers(engine, hosts)
     nbytes = nbytes_of(engine.buckets)
     on_the_way = on_the_way_nbytes([bucket.plan for bucket in engine.buckets], gathers=gathers)
@@ -259,8 +259,8 @@ def _does_not_fit(engine: Core, hosts: Sequence[str], available: Sequence[int]) 
 
 
 def _make(engine: Core, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
-    """Make one copy in each host's shared memory, mapped by all ranks of the host. Return (copy, ""), or (None, reason)
-    on all ranks if a rank could not. Collective."""
+    """Allocate a copy in each host's shared memory, and map it on all ranks of the host. Return (copy, "") or, on all
+    ranks if one of them has failed, (None, reason). Collective."""
     comm = engine.comm
     leader = hosts.index(hosts[comm.rank])
     nbytes, fd, failed, copy = nbytes_of(engine.buckets), -1, "", None
@@ -312,7 +312,7 @@ def _fill(engine: Core, copy: HostCopy, hosts: Sequence[str]) -> None:
 
 
 def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tuple[int, int]) -> None:
-    """Write ``values``, elements ``part`` (start, stop) of a bucket, to ``targets``, one flat tensor per parameter."""
+    """Write ``values`` to ``targets``, one flat tensor per parameter. ``part``: their (start, stop) in the bucket."""
     for f in bucket.layout.cut(*part):
         targets[f.index][f.offset : f.offset + f.numel].copy_(values[f.start : f.start + f.numel])
 
@@ -373,8 +373,8 @@ def _show(engine: Core, copy: HostCopy) -> None:
 
 
 def show_again(engine: Core) -> bool:
-    """Point parameters at ``engine.host_copy`` again, if the copy equals this rank's masters and parameters are not
-    whole already. Return whether parameters were changed. Sends no message."""
+    """Point parameters at ``engine.host_copy`` again, unless the copy differs from this rank's masters or parameters
+    are whole already. Return whether parameters were pointed at the copy. Sends no message."""
     copy = engine.host_copy
     if copy is None or copy.is_shown or gathered_buckets(engine) or not copy.still_equals(engine.buckets):
         return False
@@ -384,7 +384,7 @@ def show_again(engine: Core) -> bool:
 
 @outside_autograd
 def _take_over(engine: Core) -> None:
-    """For each parameter that a rank has written to between runs, copy rank 0's values into the shards, as DDP
+    """If any rank has written to a parameter between runs, copy rank 0's values of it into the shards, like DDP, which
     broadcasts rank 0's parameters at the start of a run. Collective."""
     copy = engine.host_copy
     if copy is None or not copy.is_shown:
@@ -467,7 +467,7 @@ def _hide(engine: Core, copy: HostCopy) -> None:
 
 @contextlib.contextmanager
 def set_aside(engine: Core) -> Iterator[None]:
-    """Context manager in which the module is sharded; on exit whole again if it was before. Collective."""
+    """Context manager in which the module is sharded. On exit it becomes whole again if it was before. Collective."""
     was_whole = shard_again(engine)
     try:
         yield
