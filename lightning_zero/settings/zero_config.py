@@ -294,7 +294,7 @@ def check_decided(config: ZeroConfig) -> None:
 
 
 def for_layout(config: ZeroConfig) -> ZeroConfig:
-    """Return ``config``, with stage 1 in place of ``auto``: buckets are laid out the same way at every stage."""
+    """Return ``config`` with stage 1 in place of ``auto``. Buckets have the same layout at every stage."""
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 
@@ -383,7 +383,8 @@ def _convert(key: str, value: Any) -> Any:
 
 
 def _meant(kind: Any, key: str, value: Any) -> str:
-    """Return the setting of group ``key`` that takes ``value``, alone or in a list, for the end of a message."""
+    """Return the end of an error message that says how to write ``value``, alone or as a list, as a setting of the
+    group ``key``; if no setting accepts it, "Change zero.<key>"."""
     for name, given in itertools.product(kinds_of(kind), (list(value) if isinstance(value, tuple) else value, [value])):
         with contextlib.suppress(ConfigError):
             kind(**{name: given})
@@ -405,8 +406,8 @@ _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 
 
 def as_arguments(text: str) -> str:
-    """Return ``text`` with settings as arguments: ``stage='zero2'`` for ``zero/stage=zero2``, ``unit['classes']`` for
-    ``zero.unit.classes``."""
+    """Return ``text`` with settings written as Python arguments: ``stage='zero2'`` for ``zero/stage=zero2``,
+    ``unit['classes']`` for ``zero.unit.classes``."""
     known = {f.name for f in fields(ZeroConfig)}
 
     def argument(found: re.Match[str]) -> str:
