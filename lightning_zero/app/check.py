@@ -1,4 +1,4 @@
-"""Train a small model at every stage and with every offload of this machine: ``python -m lightning_zero.env --check``.
+"""Train a small model at every stage with every offload setting: ``python -m lightning_zero.env --check``.
 
 For each stage, offload setting and precision, a model trains a few steps from the same weights, in one process per GPU
 (or two on the CPU). Losses must equal those of DistributedDataParallel up to rounding, and held bytes must equal

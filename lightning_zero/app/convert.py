@@ -97,7 +97,7 @@ def convert(
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Return ``tree`` with tensors replaced by StoredTensors, which read and cast when written. Ties are kept."""
+    """Return ``tree`` with a StoredTensor for each tensor. Values are read and cast when written. Ties are kept."""
     made: dict[Any, StoredTensor] = {}
 
     def stored(value: Tensor) -> StoredTensor:

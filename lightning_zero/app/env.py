@@ -170,7 +170,7 @@ def _disk(folder: str) -> Facts:
 
 
 def variables(environ: Mapping[str, str]) -> Facts:
-    """Return the variables in ``environ`` that affect a run. Names like secrets and passwords in URLs are left out."""
+    """Return the variables in ``environ`` that affect a run and are not named like secrets, without URLs' passwords."""
     return {
         name: _IN_URL.sub("", value)
         for name, value in sorted(environ.items())

@@ -99,7 +99,7 @@ def describe_module(
     """Return a description of ``module``, which can be on meta.
 
     Args:
-        states: returns the planned state of the optimizers, and why it is only assumed.
+        states: returns the planned state of the optimizers, and the reason if it is only assumed, else "".
         take_batch: returns the batch whose activations are measured; ``None``: measure none.
         both_ways: measure activations with and without checkpointing.
     """

@@ -54,8 +54,7 @@ def perform(
 
 
 def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    """Return the validation metrics of the final weights. Validate now if there were steps since the last validation.
-    Collective."""
+    """Return the final weights' validation metrics. Validate if steps followed the last validation. Collective."""
     (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
     if last.found is not None and last.found[0] == trainer.global_step:
         return last.found[1]
@@ -263,8 +262,7 @@ def _first(paths: list[str]) -> str | None:
 
 
 def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
-    """Return the command to run next: it tests the checkpoint of a finished fit, or continues an unfinished one. None
-    if there is no test."""
+    """Return the command that tests a finished fit's checkpoint (None if there is no test), or continues the fit."""
     given = [a for a in sys.argv[1:] if not re.match(r"(hydra\.|(hparams_search|optimized_metric)=)", a.lstrip("+"))]
     if not finished:
         return command_to_go_on(given, checkpoint)

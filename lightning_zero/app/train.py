@@ -76,7 +76,7 @@ _entered = False  # Hydra has composed the configuration and called the task
 
 def local_devices(trainer: Mapping[str, Any]) -> Any:
     """Return ``trainer.devices``. If that is ``auto``, return how many processes a launcher has started on this node.
-    Without a launcher, return 2 if there is no GPU, else ``auto``."""
+    Without a launcher, return 2 if there is no GPU or ``accelerator`` is ``cpu``, else ``auto``."""
     if trainer.get("devices", "auto") != "auto":
         return trainer["devices"]
     place, num_nodes = launched(), trainer.get("num_nodes")

@@ -44,8 +44,7 @@ def check_read(job: Any) -> None:
 
 
 def _has(config: ZeroConfig, key: str, value: Any) -> bool:
-    """Return whether ``key``, a choice ``zero/group`` or a setting ``zero.name``, has the value ``value`` in
-    ``config``."""
+    """Return whether ``config`` has ``value`` for ``key``, a choice ``zero/group`` or a setting ``zero.name``."""
     row = key.partition("/")[2]
     if value == "float8" and row == "precision":
         return config.precision.float8 is not Float8.none

@@ -53,7 +53,7 @@ class ShuffledFrom(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Tensor]):
-    """A DataLoader whose position, the number of items that all ranks have used in the epoch, checkpoints save.
+    """A DataLoader whose position in the epoch, the number of items that all ranks have used, is saved in checkpoints.
 
     ``sampler``: replaces the sampler of this class. Lightning passes one if ``overfit_batches`` is set; then no
     position is saved.

@@ -1,8 +1,7 @@
 """ZeroFabricStrategy: maps Fabric's calls to calls of the engine. It holds no sharding logic.
 
 It saves and loads the mapping of objects that users give to fabric.save, as one file or as a folder in DCP's format.
-The file is the same as under DDP. All ranks write the file if it holds exactly one sharded module; otherwise rank 0
-writes it.
+The file is the same as under DDP. All ranks write it if it holds exactly one sharded module; otherwise rank 0 does.
 """
 
 from __future__ import annotations
@@ -235,7 +234,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
 
     @property
     def _engine_that_waits(self) -> Engine | None:
-        """Return the engine of the first module that is set up, or None. Through the engine's Waits, a rank in a step
+        """Return the engine of the first module that was set up, or None. Through the engine's Waits, a rank in a step
         learns that another rank is saving, and a rank that saves learns that another is in a step."""
         return next(iter(self._engines), None)
 

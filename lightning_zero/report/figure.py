@@ -125,8 +125,8 @@ def _svg(figure: Any) -> str:
 def _by_unit(own: Values) -> tuple[Values, Values]:
     """Divide the metrics in ``own`` between two y-axes. Return the metrics of the first axis and of the second.
 
-    Metrics whose names differ only in ``train``, ``val`` or ``test`` share an axis. If there are none such, losses get
-    the first axis and all others the second."""
+    Metrics whose names differ only in ``train``, ``val`` or ``test`` share an axis. Without such metrics, losses are on
+    the first axis and all others on the second."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, pairs in own.items():
         kinds.setdefault(re.sub(r"(train|valid(ation)?|val|test)[_/]?|_(step|epoch)$", "", name), {})[name] = pairs
@@ -138,7 +138,7 @@ def _by_unit(own: Values) -> tuple[Values, Values]:
 
 
 def _curves(axes: Any, title: str, without: str, left: Values, right: Values, styles: Any = None) -> None:
-    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on a second one (on the first if it is empty).
+    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on the second; on the first if ``left`` is empty.
 
     ``without``: text for the title if there are no curves. ``styles``: styles by name of curve; default: colours."""
     lines, colours = [], iter(COLOURS)

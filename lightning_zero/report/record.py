@@ -113,8 +113,7 @@ class Record(Callback):
 
     @property
     def seen(self) -> dict[str, float]:
-        """Return how many samples and tokens all ranks have trained on, including before a restart; unknown numbers
-        are left out."""
+        """Return how many samples and tokens all ranks have trained on, including before a restart, where known."""
         return {name: count for name, count in self._seen.items() if count}
 
 

@@ -47,7 +47,7 @@ def series_of(lines: Iterable[dict[str, Any]]) -> Series:
 
 
 def held_and_waits(series: Series) -> dict[str, dict[str, Any]]:
-    """Return the bytes by role and tier that ZeroMonitor logged last, and the mean waits by kind, in s per step."""
+    """Return the bytes by role and tier that ZeroMonitor logged last, and mean waits by kind, in seconds per step."""
     # Without the first pair: the first steps also wait for objects that are made once.
     stood = {name: pairs[1:] or pairs for name, pairs in series.items() if name.startswith("zero/wait_s/")}
     held = {name: pairs[-1][1] for name, pairs in series.items() if name.startswith("zero/bytes/")}

@@ -163,8 +163,7 @@ OTHER_NAMES |= {"debug": "timeline", "summary": "enable_model_summary", "gpu": "
 
 
 def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
-    """Return the name in ``known`` that ``given`` means, or None. ``given`` may be a synonym, or a misspelling unless
-    ``exact``."""
+    """Return the name in ``known`` that ``given`` means, as a synonym or, unless ``exact``, misspelled; else None."""
     by_case = {name.lower(): name for name in sorted(known)}
     found = [name for name in (given.lower(), OTHER_NAMES.get(given.lower())) if name in by_case]
     if not found and not exact:

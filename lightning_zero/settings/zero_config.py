@@ -383,8 +383,7 @@ def _convert(key: str, value: Any) -> Any:
 
 
 def _meant(kind: Any, key: str, value: Any) -> str:
-    """Return the end of an error message that says how to write ``value``, alone or as a list, as a setting of the
-    group ``key``; if no setting accepts it, "Change zero.<key>"."""
+    """Return the end of a message: how to write ``value``, alone or in a list, as a setting of the group ``key``."""
     for name, given in itertools.product(kinds_of(kind), (list(value) if isinstance(value, tuple) else value, [value])):
         with contextlib.suppress(ConfigError):
             kind(**{name: given})
@@ -444,7 +443,7 @@ def names_arguments(config: ZeroConfig | None = None) -> Iterator[None]:
 
 
 class Signature:
-    """The ``__signature__`` of a class whose ``__init__`` takes ``**settings: Unpack[...]``: each setting is listed."""
+    """The ``__signature__`` of a class whose ``__init__`` takes ``**settings: Unpack[...]``. Lists each setting."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature | None:
         definer = next(of for of in owner.__mro__ if "__init__" in vars(of))

@@ -1,8 +1,8 @@
 """Change the behavior of Lightning's objects where Lightning has no hook, by giving a run's objects subclasses with
 methods of this package.
 
-This list (class of Lightning, file of this package, methods) is complete for Lightning 2.6.6. Lightning's own classes
-do not change. (``registration.py`` replaces a function: the one that reads the file for ``load_from_checkpoint``.)
+The list below (class of Lightning, file of this package, methods) is complete for Lightning 2.6.6. Lightning's own
+classes do not change. (``registration.py`` replaces the function that reads the file for ``load_from_checkpoint``.)
 
 ::
 

@@ -151,8 +151,8 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """Save, raise Left, or both, as ``asked`` (a signal, or _SAVE: a periodic save is due) requires. ``at``:
-        context manager in which the Trainer's loops are ready to be saved. ``saves``: whether to save. Collective."""
+        """Save, raise Left, or both. ``asked``: the signal, or _SAVE if a periodic save is due. ``at``: context manager
+        in which the Trainer's loops are ready to be saved. ``saves``: whether to save. Collective."""
         self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
             if saves:
@@ -172,8 +172,9 @@ class Interruptions:
         """During the body, give the Trainer's loops the counts that they have when Lightning saves. If the body raises,
         the loops keep these counts.
 
-        Lightning saves before it counts a step for loggers, and adds that step on load, so loops count one step less in
-        the body. They count one more batch as fetched: on load Lightning then knows that earlier validations are done.
+        Lightning saves before it counts the last step for loggers, and adds this step when it loads, so loops count one
+        step less in the body. They also count one more batch as fetched, by which Lightning knows when it loads that
+        earlier validations are done.
         """
         loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
         loop.batch_progress.increment_ready()
@@ -339,8 +340,7 @@ class NotFinite:
         return self._norm
 
     def say(self, finding: int) -> None:
-        """Warn of the step and rank that ``finding`` encodes, once per run. ``finding``: the largest :attr:`found` of
-        all ranks; 0: none."""
+        """Warn once per run of the step and rank in ``finding``, the largest :attr:`found` of all ranks (0: none)."""
         if not finding or self._said:
             return
         self._said, self._found = True, 0

@@ -169,8 +169,8 @@ class NoCheckpointError(ConfigError, FileNotFoundError):
 
 
 def _check_folders(trainer: pl.Trainer) -> None:
-    """Raise ConfigError if a fit would save to a folder in an object store, and this process cannot write there or a
-    ModelCheckpoint with ``save_last="link"`` would create links there."""
+    """Check that a fit can save to its folders in an object store. Raise ConfigError if this process cannot write
+    there, or if a ModelCheckpoint with ``save_last="link"`` would create links there."""
     strategy: Any = trainer.strategy
     writes = strategy.config.checkpoint.name is CheckpointFormat.sharded or rank_zero_only.rank == 0  # type: ignore[attr-defined]
     if trainer.state.fn != TrainerFn.FITTING or not writes:

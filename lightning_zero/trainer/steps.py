@@ -1,4 +1,4 @@
-"""Run the Trainer's steps, if so set on parts of sequences, with losses averaged over tokens, or with fingerprints."""
+"""Run the Trainer's steps. Settings divide sequences among ranks, average losses over tokens, or add fingerprints."""
 
 from __future__ import annotations
 
@@ -133,8 +133,7 @@ class LongSequences(SequenceSteps):
         """During the body, seed torch differently on the ranks that share a sequence, so that their dropout differs.
 
         The seed is the rank plus a number drawn from torch's generator, whose state is equal on these ranks and saved
-        in checkpoints. Python's and NumPy's generators stay equal on these ranks, because models may choose layers by
-        them.
+        in checkpoints. Python's and NumPy's generators, by which models may choose layers, stay equal on these ranks.
         """
         if self.group is None:
             yield
@@ -323,7 +322,7 @@ def fingerprints(engine: Engine) -> Tensor:
 
 @outside_autograd
 def differing_replicas(engine: Engine) -> Tensor:
-    """Return for each unit whether ranks' copies of whole parameters differ, ``[units] bool`` on the device.
+    """Return whether ranks have different copies of a unit's whole parameters: ``[units] bool``, on the device.
     Collective."""
     groups = engine.comm.ranks.tensor, engine.comm.ranks.expert
     place = {1: 0} | {group.size: group.index for group in groups}

@@ -474,7 +474,6 @@ class ZeroStrategy(Run):
         self._checkpoints.end()
 
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
-        """After training, print the bytes that rank 0 holds beside the planned bytes, by role and tier."""
         trained, self._trained = self._trained, False
         if trained and self._shows_tables:
             found = self.run_plan.activations

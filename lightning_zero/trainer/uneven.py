@@ -73,7 +73,7 @@ class EndsTogether(PrefetchDataFetcher):
 
     def states_to_save(self, *, ended: bool) -> Sequence[Any]:
         """Return the loaders' states from which this rank resumes, not counting a batch that was fetched ahead. Return
-        an empty list if the epoch has ``ended`` with batches left on some rank."""
+        [] if the epoch is over (``ended``) and some rank had batches left."""
         if ended and self.leaves:
             return []
         return self.states if self.batches else self.combined_loader._state_dicts()
@@ -161,8 +161,8 @@ def _say(batches: dict[int, Any]) -> None:
 
 
 def end_together(loop: Any) -> None:
-    """Make the epochs of ``loop``, a fit loop that has just set up its data, end on all ranks together. Raise
-    ConfigError if its model cannot be trained with ``zero.uneven=join``. Collective."""
+    """Let all ranks end epochs together. ``loop``: a fit loop that has just set up its data. Raise ConfigError if its
+    model cannot be trained with ``zero.uneven=join``. Collective."""
     trainer, fetcher = loop.trainer, loop._data_fetcher
     strategy = trainer.strategy
     states, is_out = strategy._checkpoints.loaders.take()

@@ -126,8 +126,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:
-        """Move the average of the bucket with index ``number`` to the range and tier that a restage will give the
-        bucket's masters."""
+        """Move the average of the bucket at index ``number`` to the range and tier that a restage gives its masters."""
         average = self.module.get_parameter(str(number))
         device = average.device
         if self._beside_masters:

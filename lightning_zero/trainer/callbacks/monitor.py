@@ -264,8 +264,7 @@ def _kinds(engine: Engine) -> set[str]:
 
 
 def batch_size(batch: Any) -> tuple[int, int]:
-    """Return the numbers of samples and tokens in a batch; 0 if unknown. A tensor of tokens holds integers, and has
-    the shape ``[samples, length]``."""
+    """Return the numbers of samples and tokens in a batch, 0 if unknown. Tokens are integers ``[samples, length]``."""
     parts = (batch.get("input_ids"), batch) if isinstance(batch, Mapping) else batch
     first = next((tensor for tensor in find_tensors(parts) if tensor.dim()), None)
     if first is None:

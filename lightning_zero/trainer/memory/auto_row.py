@@ -152,7 +152,7 @@ def _place(strategy: Run, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: Run) -> Machine:
-    """Return the Machine to plan for, with the smallest free memory and disk of all ranks' ``places``."""
+    """Return the Machine to plan for. ``places``: one per rank, of which the smallest free memory and disk count."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(
@@ -222,7 +222,7 @@ def activations_of(
 
 
 def batch_from(loaders: Any) -> Any:
-    """Return a batch of the first samples of a loader, or of each of several loaders, without samplers or workers."""
+    """Return a batch of a loader's first samples, or one for each of several loaders. Uses no samplers or workers."""
     if isinstance(loaders, Mapping):
         return {key: batch_from(value) for key, value in loaders.items()}
     if isinstance(loaders, (list, tuple)):

@@ -43,7 +43,6 @@ class _Stand:
 
 
 def _new_trainer() -> pl.Trainer:
-    """Return a new Trainer for one CPU process, marked as training, with an unlimited number of epochs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about GPUs that it does not use
         trainer = pl.Trainer(
@@ -114,8 +113,7 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
 
 
 def give_fake_optimizers(module: pl.LightningModule) -> None:
-    """Let ``optimizers()`` of a copy with manual optimization return optimizers that do nothing, as many as the copy
-    configures."""
+    """Let ``optimizers()`` of a manually optimized copy return as many optimizers as it configures. They do nothing."""
 
     class Nothing:
         param_groups = ({"lr": 0.0},)
@@ -169,8 +167,7 @@ def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """In the body, move parameters to meta when modules register them. Other tensors keep values, which code may
-    read."""
+    """In the body, move parameters to meta when modules register them. Other tensors keep their values."""
 
     def move_to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:  # a tied parameter stays one object

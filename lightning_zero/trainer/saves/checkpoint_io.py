@@ -136,8 +136,7 @@ def saves_as_torch() -> bool:
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:
-    """Return ``io``, or a ZeroCheckpointIO if ``io`` is None. Put a ZeroCheckpointIO into a wrapper that wraps
-    nothing."""
+    """Return ``io``, or a ZeroCheckpointIO if it is None. A wrapper that wraps nothing gets one to wrap."""
     if io is None:
         return ZeroCheckpointIO()
     if _is_wrapper(io):
@@ -146,7 +145,6 @@ def with_default(io: CheckpointIO | None) -> CheckpointIO:
 
 
 def _is_wrapper(io: CheckpointIO | None) -> bool:
-    """Return whether ``io`` wraps another CheckpointIO, as Lightning's AsyncCheckpointIO does."""
     return hasattr(type(io), "checkpoint_io")
 
 

@@ -297,8 +297,8 @@ class Checkpoints:
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
-        """Load the weights whose load ``load_model`` has postponed until setup. Raise ConfigError if the checkpoint's
-        optimizer states do not match the optimizers. Collective."""
+        """Load the weights that ``load_model`` has left for setup. Raise ConfigError if the checkpoint's optimizer
+        states do not match the optimizers. Collective."""
         waits, self._to_load = self._to_load, None
         self._waits_for_setup = False
         if waits is None:
@@ -309,8 +309,8 @@ class Checkpoints:
         self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """Return the tensors of the checkpoint that the run loads, as initial values for sharding, if any rank's module
-        has parameters on meta; else None. Collective.
+        """If any rank's module has parameters on meta, return the loaded checkpoint's tensors, as initial values for
+        sharding; else return None. Collective.
 
         Raises ConfigError if frozen parameters on meta get values neither from the checkpoint nor from ``init_from``.
         """

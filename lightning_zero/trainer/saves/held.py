@@ -86,8 +86,8 @@ def fake_values(fakes: FakeTensors, engine: Engine, wanted: Sequence[Value]) -> 
 
 
 def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
-    """Gather ``wanted`` on rank 0, and return a parameter for each of these values; {} on other ranks. If ``content``
-    holds the same tensor under its name, the parameter shares it, so that a file holds it once. Collective."""
+    """Gather ``wanted`` on rank 0, and return a parameter for each of these values; {} on other ranks. A tensor in
+    ``content`` with the parameter's name and values is used instead, so that a file holds it once. Collective."""
     whole = gathered(engine, wanted=engine.comm.rank == 0, only=set(wanted))
     found: dict[Value, object] = {}
     for value in wanted:
@@ -99,8 +99,8 @@ def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Va
 
 
 def values_in_folder(content: dict[str, Any], engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
-    """Return a parameter of zeros for each of ``wanted``. For the reader, store under its name in ``content[HELD]`` the
-    :class:`TensorParts` with its values (those of the state dict if it has them) and the parameter."""
+    """Return a parameter of zeros for each of ``wanted``. The reader replaces the zeros by means of ``content[HELD]``,
+    which gets, by name, the :class:`TensorParts` with the values (the state dict's if equal) and the parameter."""
     parts = parts_by_value(engine)
     found: dict[Value, object] = {}
     for value in wanted:
@@ -122,8 +122,7 @@ def _named(content: Mapping[str, Any], names: Sequence[str]) -> list[Tensor]:
 
 
 class _Looking(pickle.Pickler):
-    """Pickler that writes nothing. It finds out whether an object holds parameters of ``engine``, or modules with
-    such parameters."""
+    """Pickler that writes nothing, and finds out whether an object holds parameters of ``engine``, also in modules."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[arg-type]

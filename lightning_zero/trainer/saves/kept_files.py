@@ -70,8 +70,7 @@ class KeepsFiles(ModelCheckpoint):
             strategy.remove_checkpoint(path)
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
-        """Return True also for the checkpoint from which this job resumed, if the job itself wrote it. (Lightning would
-        keep this checkpoint.)"""
+        """Return True also for the checkpoint that this job wrote and resumed from. (Lightning would keep it.)"""
         run_dir, start = _noted_in(trainer), trainer.ckpt_path
         started_from = start is not None and os.path.realpath(start) == os.path.realpath(previous)
         if run_dir is not None and started_from and previous != current and self.dirpath is not None:
@@ -190,8 +189,8 @@ _fits = itertools.count(1)  # of this process. A restarted script calls them in 
 
 
 def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()) -> str | None:
-    """Return the newest checkpoint that an earlier start of this job wrote in ``run_dir`` or ``folders``, equal on all
-    ranks; None if there is none. If there is one, print its path, and set ``run_plan.resumes_job``."""
+    """Return the newest checkpoint that an earlier start of this job wrote in ``run_dir`` or ``folders``, or None. All
+    ranks return the same. If there is one, print its path, and set ``run_plan.resumes_job``."""
     found = checkpoint_of_job(run_dir, folders)
     if found is None:
         return None
@@ -204,8 +203,8 @@ def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()
 
 @contextlib.contextmanager
 def in_own_job(trainer: pl.Trainer) -> Iterator[None]:
-    """In the body, let a fit of the user's own script, if it runs in a job, save in the job's folder and resume from
-    there."""
+    """In the body, let a fit in a job of the user's own script save in the job's folder and resume from there. Outside
+    of such a job do nothing."""
     run_dir = os.environ.get(RUN_DIR_VARIABLE)
     if not run_dir or job_name() is None or trainer.state.fn != TrainerFn.FITTING:
         yield

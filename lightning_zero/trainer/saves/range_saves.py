@@ -287,8 +287,8 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
 
 class SavesByRanges(pl.Trainer):
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """Save a checkpoint. Before Lightning collects state dicts, decide whether all ranks write ranges of the file,
-        because state dicts then hold no values. Collective."""
+        """Save a checkpoint. First decide whether all ranks write ranges of the file, because this determines what
+        state dicts hold. Collective."""
         checkpoints = cast(Any, self.strategy)._checkpoints if is_ours(self) else None
         if checkpoints is None or checkpoints.range_save is not None:
             super().save_checkpoint(filepath, weights_only, storage_options)

@@ -78,8 +78,7 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
 
 
 def _checked(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an optimizer's state dict. Raise ConfigError for a nested key that is not a string: DCP would change
-    it."""
+    """Return an optimizer's state dict. Raise ConfigError for nested keys that are not strings: DCP changes them."""
     inside = [*optimizer.get("state", {}).values(), *optimizer.get("param_groups", ())]
     for value in inside:  # the loop adds the values inside of each value
         if isinstance(value, Mapping):
