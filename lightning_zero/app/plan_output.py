@@ -188,7 +188,7 @@ def legend(described: Described, rows: Sequence[Row]) -> list[str]:
 
 
 def after_run_line(model: Model, rows: Sequence[Row]) -> str:
-    """Return a line that says whether a run ends with a copy of the whole module in host memory, and how large."""
+    """Return a line that says whether a run ends with a copy of the whole module in host memory, and its size."""
     setting = f"zero.gather_after_fit={json.dumps(model.gather_after_fit)}"
     if model.gather_after_fit is False:
         return f"After a run the module stays sharded ({setting})."

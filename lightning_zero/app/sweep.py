@@ -36,7 +36,7 @@ failed: list[int] = []  # numbers of the failed jobs
 
 
 def check_packages(arguments: Sequence[str]) -> None:
-    """Raise ConfigError if ``arguments`` choose submitit's launcher, or optuna's sweeper, which is not installed."""
+    """Raise ConfigError if ``arguments`` choose submitit's launcher, or optuna's sweeper while it is not installed."""
     asked = {a.lstrip("+") for a in arguments}
     wants_optuna = asked & {"hparams_search=optuna", "hydra/sweeper=optuna"}
     if wants_optuna and importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:

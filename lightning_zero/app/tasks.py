@@ -262,7 +262,7 @@ def _first(paths: list[str]) -> str | None:
 
 
 def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
-    """Return the command that tests a finished fit's checkpoint (None if there is no test), or continues the fit."""
+    """Return the command that tests a finished fit (None if there is no test), or that continues an unfinished fit."""
     given = [a for a in sys.argv[1:] if not re.match(r"(hydra\.|(hparams_search|optimized_metric)=)", a.lstrip("+"))]
     if not finished:
         return command_to_go_on(given, checkpoint)

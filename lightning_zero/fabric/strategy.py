@@ -97,9 +97,9 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
     def _forget_left_out(self, engines: Sequence[Engine]) -> None:
         """Before a backward, update ``overflowed`` for optimizers that did not step after unscaling. Collective.
 
-        That earlier gradients were finite says nothing about the next backward. If gradients overflowed and are still
-        there, the next step must be skipped. If users have cleared gradients that overflowed, the scale is lowered as
-        after a skipped step.
+        Finite gradients say nothing about the next backward, so their entries are removed. If gradients overflowed and
+        are still there, the next step must be skipped. If users have cleared them, the scale is lowered as after a
+        skipped step.
         """
         assert self.scaler is not None
         self.overflowed = {optimizer: True for optimizer, overflowed in self.overflowed.items() if overflowed}
