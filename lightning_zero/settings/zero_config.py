@@ -294,7 +294,7 @@ def check_decided(config: ZeroConfig) -> None:
 
 
 def for_layout(config: ZeroConfig) -> ZeroConfig:
-    """Return ``config`` with stage 1 and no offload in place of ``auto``. Every stage has the same layout of buckets."""
+    """Return ``config`` with stage 1 and no offload in place of ``auto``. Buckets are laid out alike at every stage."""
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 
