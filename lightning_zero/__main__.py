@@ -1,4 +1,4 @@
-"""Runs a command by its name: ``lightning-zero train|plan|submit|replay|report|env|checkpoint ...``."""
+"""Run a command by its name: ``lightning-zero train|plan|submit|replay|report|env|checkpoint ...``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command that the first argument names; run ``train`` if it is a setting or a flag. Without arguments
-    print the commands, or train if ``LOCAL_RANK`` is set: then a run has started this process."""
+    """Run the command that the first argument names, or ``train`` if this argument is a setting or a flag. Without
+    arguments, print the commands; but train if ``LOCAL_RANK`` is set, because then a run has started this process."""
     if sys.argv[1:] in ([], ["-h"], ["--help"]) and "LOCAL_RANK" not in os.environ:
         print(
             "usage: lightning-zero COMMAND ...", *(f"  {name:<12}{does}" for name, does in COMMANDS.items()), sep="\n"

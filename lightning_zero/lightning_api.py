@@ -1,8 +1,8 @@
 """Import from Lightning everything that the strategies use.
 
 Lightning is published as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``; their classes differ. A
-process uses the variant whose Trainer or Fabric first asked for a preset. If this module is imported earlier, it uses
-the variant that is imported by then; if both are or neither is, it uses ``lightning`` if that is installed.
+process uses the variant whose Trainer or Fabric was the first to request a preset. If this module is imported before
+any request, it uses the variant that is already imported. If both or neither are, it prefers ``lightning``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Name presets for ``Trainer(strategy=...)``: each means a stage, a choice of ``zero/offload`` and a start method."""
+"""Presets for ``Trainer(strategy=...)``: each sets a stage, a choice of ``zero/offload`` and a start method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a small model at every stage and with every offload of this machine: ``python -m lightning_zero.env --check``.
+"""Train a small model at every stage with every offload setting: ``python -m lightning_zero.env --check``.
 
 For each stage, offload setting and precision, a model trains a few steps from the same weights, in one process per GPU
 (or two on the CPU). Losses must equal those of DistributedDataParallel up to rounding, and held bytes must equal
@@ -57,7 +57,7 @@ def rows() -> list[Row]:
 
 def check(text: str, folder: str | None) -> None:
     """Train with each combination of settings whose name contains ``text``. Exit with code 1 if one fails. ``folder``:
-    where offloaded files are written; None: the system's temporary folder."""
+    where offload writes its files; None: the system's temporary folder."""
     chosen = [row for row in rows() if text in row.name]
     if not chosen:
         sys.exit(f"--check: expected a part of one of {', '.join(row.name for row in rows())}, got {text!r}")
@@ -106,7 +106,7 @@ def _model() -> GPT:
 
 
 def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, engine: Any = None) -> list[float]:
-    """Train ``STEPS`` steps and return their losses. Keep the last step's gradients, so that their bytes count too."""
+    """Train ``STEPS`` steps and return their losses. Keep the last gradients, so that their bytes can be compared."""
     generator = torch.Generator().manual_seed(1000 + rank)
     losses = []
     for _ in range(STEPS):

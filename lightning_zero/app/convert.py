@@ -97,7 +97,7 @@ def convert(
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Return ``tree`` with a StoredTensor for each tensor, read and cast when it is written. Tied tensors stay tied."""
+    """Return ``tree`` with a StoredTensor for each tensor. Values are read and cast when written. Ties are kept."""
     made: dict[Any, StoredTensor] = {}
 
     def stored(value: Tensor) -> StoredTensor:
@@ -116,7 +116,7 @@ def _mapped(kind: type[Any], act: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _by_number(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with parameters numbered, as torch's optimizers save them, instead of named."""
+    """Return an optimizer's state with parameters' keys replaced by their indices, as torch's optimizers save them."""
     state = {"state": {}, "param_groups": [], **state}
     numbers = {key: n for n, key in enumerate(key for group in state["param_groups"] for key in group["params"])}
     groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in state["param_groups"]]

@@ -39,8 +39,8 @@ Facts = dict[str, Any]
 
 
 def facts(disk: str | None = None) -> dict[str, Facts]:
-    """Return facts about this machine by section; a section that fails has its error instead. ``disk``: a folder whose
-    speed is measured; None: measure none."""
+    """Return facts about this machine, by section. A section that fails holds its error instead. ``disk``: a folder
+    whose speed is measured; None: measure none."""
     sections: dict[str, Callable[[], Facts]] = {
         "torch": _torch,
         "packages": _packages,
@@ -170,7 +170,7 @@ def _disk(folder: str) -> Facts:
 
 
 def variables(environ: Mapping[str, str]) -> Facts:
-    """Return the variables in ``environ`` that affect a run, without those named like secrets and passwords in URLs."""
+    """Return the variables in ``environ`` that affect a run and are not named like secrets, without URLs' passwords."""
     return {
         name: _IN_URL.sub("", value)
         for name, value in sorted(environ.items())

@@ -82,7 +82,7 @@ def check_inside(cluster: ClusterConfig) -> None:
 
 
 def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
-    """Return a list of Lightning's SLURM environment, which handles the signal before the time limit; [] without
+    """Return a list with Lightning's SLURM environment, which handles the signal before the time limit; [] without
     SLURM."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
@@ -95,7 +95,7 @@ def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
 @contextlib.contextmanager
 def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
     """In the body, let the Trainer load ``ckpt_path`` (None: nothing), and never a checkpoint of an earlier SLURM job.
-    If the checkpoint is of another model, name in the error the overrides of the run that wrote it."""
+    If the checkpoint is of another model, add the overrides of the run that wrote it to the error."""
     from lightning_zero.trainer.saves.checkpoint_fits import OtherModelError
 
     connector = trainer._checkpoint_connector
@@ -152,7 +152,7 @@ def keep_work(config: TrainConfig, trainer: Trainer) -> None:
 
 
 def command_to_go_on(arguments: Sequence[str], path: str) -> str:
-    """Return the command, or in a job a sentence, that says how to resume a run from the checkpoint ``path``.
+    """Return text that says how to resume a run from the checkpoint ``path``: a command, or in a job a sentence.
     ``arguments``: the run's command-line arguments."""
     given = [a for a in arguments if re.split(r"[=@]", a.lstrip("+"))[0] != "ckpt_path"]
     place = launched()
@@ -173,7 +173,7 @@ def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
 
 
 def keep_metrics(trainer: Trainer) -> None:
-    """Rename ``metrics.csv`` from before a restart to ``metrics-1.csv`` and so on: Lightning would delete the file."""
+    """Rename ``metrics.csv`` of an earlier start to ``metrics-<n>.csv``, because Lightning would delete the file."""
     from lightning.pytorch.loggers import CSVLogger
 
     for logger in trainer.loggers:

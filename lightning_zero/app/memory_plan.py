@@ -155,8 +155,8 @@ class MemoryPlan:
 def make_plan(
     described: Described, machine: Machine, zero: ZeroConfig, given: Mapping[str, float | None]
 ) -> MemoryPlan:
-    """Return the plan of a described model on ``machine``. ``given``: bytes or FLOPs per second; None: use a
-    default."""
+    """Return the plan of a described model on ``machine``. ``given``: the machine's rates, in bytes or FLOPs per
+    second; None: use the default."""
     model, known = described.model, {key: value for key, value in given.items() if value is not None}
     check_groups(zero, machine.world_size)
     rates = replace(CPU_RATES if machine.shared else GPU_RATES, **known)
@@ -174,7 +174,7 @@ def make_plan(
 
 
 def _budgets(zero: ZeroConfig, offload: Offload) -> OffloadConfig:
-    """Return memory budgets to plan ``offload`` with: the user's if ``offload`` is the user's choice, else defaults."""
+    """Return memory budgets for planning ``offload``: the user's if the user chose this offload, else defaults."""
     return zero.offload if offload is zero.offload.name else OffloadConfig()
 
 
@@ -207,8 +207,7 @@ def find_machine(
 
 
 class _Trained(pl.LightningModule):
-    """A LightningModule whose training step calls ``step`` with ``module``, which is not a LightningModule, and a
-    batch."""
+    """A LightningModule around ``module``, whose training step calls ``step`` with ``module`` and a batch."""
 
     def __init__(self, module: nn.Module, step: Callable[[Any, Any], Any]) -> None:
         super().__init__()

@@ -125,8 +125,8 @@ def explain(error: Exception, config_name: str, arguments: list[str]) -> str:
 
 
 def _without_spaces(given: str, arguments: list[str]) -> str:
-    """Join the arguments into which spaces around ``=`` have split a setting. ``given``: one of these arguments. Return
-    the setting; "" if there are no such spaces."""
+    """Return the setting that spaces around ``=`` have split into several arguments, joined again; "" if there are no
+    such spaces. ``given``: one of these arguments."""
     first = last = arguments.index(given) if given in arguments else 0
     while first and (arguments[first - 1].endswith("=") or arguments[first].startswith("=")):
         first -= 1
@@ -226,8 +226,8 @@ def _keys_of_command_line() -> set[str]:
 
 
 def _values_of_files() -> dict[str, Any]:
-    """Return the settings, by their keys with dots, in those files of the defaults list that lie outside of this
-    package. Of several files the last counts, as for Hydra."""
+    """Return the settings in files of the defaults list that lie outside of this package, by dotted key. If several
+    files set a key, the last file counts, as for Hydra."""
     job = HydraConfig.get()
     places = [place for place in job.runtime.config_sources if place.schema != "structured"]
     sources = [SourcesRegistry.instance().resolve(p.schema)(p.provider, f"{p.schema}://{p.path}") for p in places]
@@ -268,9 +268,9 @@ def drop_values_of_ours(cfg: DictConfig) -> None:
 
 
 def _own(node: dict[Any, Any], path: str, given: Set[str], of_files: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the entries of ``node`` that the user has set on the command line or in files, those that link to such a
-    key, and a part's ``_target_``. ``path``: key of ``node``. ``given``: keys of the command line. ``of_files``: values
-    by key, which the entries set in files get, because an experiment of this package may have replaced them."""
+    """Return the entries of ``node``, at the key ``path``, that the user has set, entries that link to such an entry,
+    and a part's ``_target_``. ``given``: keys set on the command line. ``of_files``: values set in files, by key. They
+    are restored, because an experiment of this package may have replaced them."""
     kept = {}
     for key, value in node.items():
         inner = f"{path}.{key}"

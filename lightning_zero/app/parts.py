@@ -147,8 +147,8 @@ def _made(key: str, path: Any, target: Any, make: partial[Any]) -> Any:
 
 
 def check_values(key: str, arguments: dict[str, Any], target: Any) -> None:
-    """Raise ConfigError if an argument has none of its annotated types, provided that all are in ``TYPES``; else if it
-    is text or a boolean and its default is a number. A whole float counts as int, null as a boolean."""
+    """Raise ConfigError if an argument has none of its annotated types. If some annotated type is not in ``TYPES``,
+    only refuse text or a boolean where the default is a number. A whole float counts as int, null as a boolean."""
     for name, parameter in inspect.signature(target).parameters.items():
         value, of = arguments.get(name), parameter.annotation
         types = get_args(of) if get_origin(of) in (Union, UnionType) else (of,)
@@ -163,7 +163,7 @@ def check_values(key: str, arguments: dict[str, Any], target: Any) -> None:
 
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:
-    """Return objects built from the entries ``nodes`` (by name; null: skipped) of the Hydra group ``key``."""
+    """Build and return an object for each non-null entry in ``nodes``, the content of the Hydra group ``key``."""
     for name, node in nodes.items():
         if node is not None and not isinstance(node, dict):
             raise ConfigError(f"{key}.{name}: expected a mapping with _target_, or null, got {node!r}.")
@@ -292,8 +292,9 @@ def _log_in(key: str) -> None:
 def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) -> None:
     """Check that the ranks of the run can share the data.
 
-    Raises ConfigError if ``zero.sequence_parallel`` does not divide the number of ranks. With data classes of this
-    package, also if it does not divide the sequence length, or if the data of a fit is less than one batch per rank.
+    Raises ConfigError if ``zero.sequence_parallel`` or another size of a group of ranks does not divide the number of
+    ranks. With this package's data classes, also if ``sequence_parallel`` does not divide the sequence length, or if
+    the data of a fit is less than one batch per rank.
     """
     from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData

@@ -38,7 +38,7 @@ EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture")
 
 
 def numbers(held: Bytes) -> dict[str, dict[str, int]]:
-    """Return the numbers of bytes ``held``, without zeros, as ``{tier: {role: bytes}}`` for the JSON document."""
+    """Return the bytes in ``held`` as ``{tier: {role: bytes}}``, without zeros, for the JSON document."""
     found: dict[str, dict[str, int]] = {tier.value: {} for tier in Tier}
     for (role, tier), nbytes in sorted(held.items(), key=lambda item: item[0][0].value):
         if nbytes:
@@ -138,7 +138,7 @@ def choice_document(choice: Choice | str) -> dict[str, Any]:
 
 
 def _show(what: str) -> None:
-    """If stderr is a terminal, print ``what`` the command does next, which takes seconds."""
+    """If stderr is a terminal, print ``what``: the next action of the command, which takes seconds."""
     if sys.stderr.isatty():
         print(f"{what} ...", file=sys.stderr, flush=True)
 

@@ -99,7 +99,7 @@ def describe_module(
     """Return a description of ``module``, which can be on meta.
 
     Args:
-        states: returns the planned state of the optimizers, and why it is only assumed.
+        states: returns the planned state of the optimizers, and the reason if it is only assumed, else "".
         take_batch: returns the batch whose activations are measured; ``None``: measure none.
         both_ways: measure activations with and without checkpointing.
     """
@@ -142,7 +142,7 @@ def on_meta(build: Callable[[], M], precision: Precision) -> M:
 
 
 def _parameters_on_meta(build: Callable[[], M], error: Exception) -> M:
-    """Return the module built with only parameters on meta: with all tensors on meta ``build`` has raised ``error``.
+    """Return the module built with only parameters on meta. With all tensors on meta, ``build`` has raised ``error``.
 
     The code of some models needs values: ``[x.item() for x in torch.linspace(0, 0.1, depth)]``.
     """
@@ -171,7 +171,7 @@ def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.M
 
 def optimizer_states(config: TrainConfig) -> tuple[int, bool]:
     """Step one parameter as a trial. Return how many state tensors of its shape the optimizer makes, and whether a run
-    would step slices of parameters (else whole tensors)."""
+    would step slices of parameters, not whole tensors."""
     sharding = config.zero.optimizer.sharding
     if not config.optimizer:
         return ADAM_STATES, sharding is not Sharding.tensors

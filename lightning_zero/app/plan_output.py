@@ -1,5 +1,5 @@
-"""Print the memory plan: bytes and seconds for each stage and offload setting, and what would make it fit. Or draw the
-plan: a bar for each stage and offload setting, stacked by roles, beside the available memory."""
+"""Print the memory plan: bytes and seconds for each stage and offload setting, and what would make them fit. Or draw
+the plan: a bar for each stage and offload setting, stacked by roles, beside the available memory."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def _table(
 
 
 def advice_lines(machine: Machine, rows: Sequence[Row], advices: Sequence[Advice]) -> list[str]:
-    """Return a line for each stage and offload that does not fit, with the memory that it lacks and a remedy; then a
-    line that says which to try first."""
+    """Return a line for each stage and offload that does not fit, with the memory that it lacks and a remedy. The last
+    line says which to try first."""
     last = "Nothing fits: use more hosts or a smaller model."
     if (first := best(rows)) is not None:
         last = f"Try first: zero/stage={first.stage.value} zero/offload={first.offload.value}"
@@ -188,7 +188,7 @@ def legend(described: Described, rows: Sequence[Row]) -> list[str]:
 
 
 def after_run_line(model: Model, rows: Sequence[Row]) -> str:
-    """Return a line that says if a run ends with a copy of the whole module in host memory, and the copy's bytes."""
+    """Return a line that says whether a run ends with a copy of the whole module in host memory, and its size."""
     setting = f"zero.gather_after_fit={json.dumps(model.gather_after_fit)}"
     if model.gather_after_fit is False:
         return f"After a run the module stays sharded ({setting})."
@@ -255,7 +255,7 @@ def _decimal(value: float) -> str:
 
 
 def auto_line(choice: Choice | str) -> str:
-    """Return a line on what stage and offload ``auto`` selects and its largest micro-batch, or on why none fits."""
+    """Return a line that names what ``auto`` selects, and the largest micro-batch, or says why nothing fits."""
     if isinstance(choice, str):
         return f"auto selects nothing: {choice}"
     most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) per rank."
@@ -361,7 +361,7 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]]) -> N
 
 
 def _names(axes: Any, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str) -> None:
-    """Label each bar: on the left its stage and offload setting, on the right whether it fits and if it is chosen."""
+    """Label each bar: on the left its stage and offload setting, on the right whether it fits and who chooses it."""
     auto = None if isinstance(choice, str) else (choice.row.stage, choice.row.offload)
     first, last = axes[0], axes[-1]
     first.set_yticks(range(len(rows)), [f"{row.stage.value} + {row.offload.value}" for row in rows])

@@ -25,7 +25,7 @@ Fingerprints = Mapping[int, Mapping[str, tuple[str, ...]]]  # by step and unit
 
 
 class StopAfter(Callback):
-    """Stops a fit after ``steps`` optimizer steps. Saves nothing, as a save could remove the run's checkpoints."""
+    """Stops a fit after ``steps`` optimizer steps. Prevents saves, which could remove the run's checkpoints."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -51,7 +51,7 @@ def read(path: Path) -> Fingerprints:
 
 
 def compare(before: Fingerprints, now: Fingerprints) -> tuple[str | None, int]:
-    """Return a text about the first difference (None: no difference), and the number of equal steps before it. The
+    """Return text about the first difference (None if there is none), and the number of equal steps before it. The
     first step in ``now`` is the checkpoint's, and does not count."""
     equal = 0
     for step in sorted(before.keys() & now.keys()):

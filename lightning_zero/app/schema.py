@@ -119,8 +119,8 @@ def named_machine(name: str) -> dict[str, Any]:
 
 
 def run_name() -> str:
-    """Return a run folder's name: in a job the job's name, equal on all ranks and after a restart; else date and
-    time."""
+    """Return a run folder's name. In a job it is the job's name, which stays the same after a restart; otherwise it is
+    date and time."""
     return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 

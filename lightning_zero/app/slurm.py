@@ -163,7 +163,7 @@ class ClusterConfig:
 
 
 def seconds_of(time: str) -> int:
-    """Return ``24:00:00`` or ``2-12:30`` in seconds. Raise ConfigError for any other form.
+    """Return a time such as ``24:00:00`` or ``2-12:30`` in seconds. Raise ConfigError for any other form.
 
     Plain numbers are refused: YAML reads an unquoted 24:00:00 as 86400, and SLURM would read that as minutes.
     """
@@ -186,13 +186,13 @@ RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 def script(
     cluster: ClusterConfig, arguments: Sequence[str], *, folder: Path, run_dir: str | None = None, own: bool = False
 ) -> str:
-    """Return the text of an sbatch script that runs the main job, or a command of the user's own.
+    """Return the text of an sbatch script that runs the main job or the user's own command.
 
     Args:
         arguments: arguments of ``python -m lightning_zero.train``, or the words of the command.
         folder: working directory of the job.
         run_dir: the run's folder. The default has the job's id in its name, so that a requeued job finds it again.
-        own: whether ``arguments`` are a command of the user's own, which gets the folder in an environment variable.
+        own: whether ``arguments`` are the user's own command, which gets the folder in an environment variable.
     """
     exports = [f"export {name}={shlex.quote(str(value))}" for name, value in cluster.env.items()]
     begin = [f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}", 'mkdir -p "$run_dir"']
@@ -248,7 +248,7 @@ def log_path(run_dir: str | None, job: str = "%j") -> str:
 
 
 def _quoted(value: object) -> str:
-    """Return ``value``, quoted for an ``#SBATCH`` line if needed. sbatch parses such lines, and not the shell."""
+    """Return ``value``, quoted for an ``#SBATCH`` line if needed. sbatch, not the shell, parses such lines."""
     text = str(value)
     return text if re.fullmatch(r"[\w./:@%+,=&|\[\]-]+", text) else '"' + text.replace('"', '\\"') + '"'
 
@@ -269,7 +269,7 @@ def command(cluster: ClusterConfig, arguments: Sequence[str], folder: Path, *, o
 
 
 def _word(text: str) -> str:
-    """Return ``text`` as one word for the shell, quoted if needed; in double quotes if it has single quotes in it."""
+    """Return ``text`` as one word for the shell, quoted if needed: in double quotes if it contains single quotes."""
     plain = re.fullmatch(r"[\w./:@%+,=-]+", text)  # shlex would quote = too
     return text if plain else f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
 

@@ -76,7 +76,7 @@ REFUSALS = {
 
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
-    """Raise ConfigError if the main job would raise it for this configuration. This machine may lack the job's
+    """Raise ConfigError if the main job would raise one for this configuration. This machine may lack the job's
     devices."""
     check_packages(config, "model", "data")
     from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -131,7 +131,7 @@ def slurm_memory(mem: str | None) -> int | None:
 
 
 def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
-    """Return a text about the memory that the plan gives for the run. Raise ConfigError if the run does not fit."""
+    """Return text about the memory that the run needs by the plan. Raise ConfigError if the run does not fit."""
     from lightning_zero.app.plan_model import describe
 
     model = describe(config, train.explicit_keys()).model
@@ -191,7 +191,7 @@ def check_command(command: Sequence[str], cluster: ClusterConfig) -> None:
 
 
 def job_arguments(choices: dict[str, str]) -> list[str]:
-    """Return the job's command line for ``lightning_zero.train``: this command's, without keys that only ``submit``
+    """Return the job's arguments for ``lightning_zero.train``: those of this command, without keys that only ``submit``
     has."""
     overrides = HydraConfig.get().overrides
     ours = re.compile(rf"[+~]*({'|'.join(EXTRA_KEYS)})([.=@]|$)")
@@ -229,8 +229,8 @@ def run(
     dry_run: bool,
     own: bool = False,
 ) -> None:
-    """Check the run, unless ``arguments`` are a command of the user's ``own``, and make its script. Print the script
-    and, unless ``dry_run``, submit it."""
+    """Check the run, print its script and, unless ``dry_run``, submit it. ``own``: whether ``arguments`` are the user's
+    own command, whose model, data and memory cannot be checked."""
     cluster = config.cluster
     if cluster.name is ClusterName.none:
         raise ConfigError("cluster: expected a cluster to submit to, got none. Set cluster=slurm.")

@@ -36,7 +36,7 @@ failed: list[int] = []  # numbers of the failed jobs
 
 
 def check_packages(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for submitit's launcher in ``arguments``, or for optuna's sweeper if it is not installed."""
+    """Raise ConfigError if ``arguments`` choose submitit's launcher, or optuna's sweeper while it is not installed."""
     asked = {a.lstrip("+") for a in arguments}
     wants_optuna = asked & {"hparams_search=optuna", "hydra/sweeper=optuna"}
     if wants_optuna and importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
@@ -142,7 +142,7 @@ class SweepTable(Callback):
 
 
 class RunFolder(Callback):
-    """Notes which folders Hydra makes for a run, so that a refused command leaves none of them."""
+    """Notes which folders Hydra creates for a run, so that they can be removed if the command is refused."""
 
     made: ClassVar[list[Path]] = []
 
@@ -152,7 +152,7 @@ class RunFolder(Callback):
 
     @staticmethod
     def remove() -> None:
-        """Remove what Hydra has made for this run, if nothing but Hydra's own files and logs are inside."""
+        """Remove the folders that Hydra has created for this run, if they contain only Hydra's own files and logs."""
         for folder in RunFolder.made[:1]:
             inside = [file for file in folder.rglob("*") if not file.is_dir()]
             if all(file.parent.name == ".hydra" or file.suffix == ".log" for file in inside):
@@ -164,7 +164,7 @@ class RunFolder(Callback):
 
 
 def overrides_of(run: Path) -> list[str]:
-    """Return the overrides of the run whose folder is ``run``; ``[]`` if it keeps none."""
+    """Return the overrides of the run in the folder ``run``; ``[]`` if the folder has no record of them."""
     file = run / ".hydra" / "overrides.yaml"
     return [str(o) for o in OmegaConf.load(file)] if file.is_file() else []
 

@@ -54,7 +54,7 @@ def perform(
 
 
 def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    """Return the final weights' validation metrics; validate now if steps followed the last validation. Collective."""
+    """Return the final weights' validation metrics. Validate if steps followed the last validation. Collective."""
     (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
     if last.found is not None and last.found[0] == trainer.global_step:
         return last.found[1]
@@ -97,7 +97,7 @@ class WritePredictions(BasePredictionWriter):
 class LastValidation(Callback):
     """Keeps the metrics of the last validation of a fit, so that validation is not repeated at the end.
 
-    ``wanted``: a metric. If the first validation (or sanity check) does not log it, all ranks raise ConfigError.
+    If the first validation (or sanity check) does not log the metric ``wanted``, all ranks raise ConfigError.
     """
 
     def __init__(self, wanted: str | None = None) -> None:
@@ -130,7 +130,7 @@ def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
 
 
 class LogSettings(Callback):
-    """Passes all settings of a run to its loggers. Lightning itself passes only those of model and data."""
+    """Passes all settings of a run to its loggers. Lightning alone passes only those of model and data."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = plain(settings)
@@ -141,7 +141,7 @@ class LogSettings(Callback):
 
 
 def plain(value: Any) -> Any:
-    """Return a configuration for loggers: ``value`` with names in place of enum members."""
+    """Return ``value``, a configuration, for loggers: enum members are replaced by their names."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping):
@@ -153,7 +153,7 @@ def plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Iterator[dict[str, float]]:
-    """Yield a dictionary, which the body fills with the task's metrics. Then print and write results on rank 0.
+    """Yield a dictionary for the body to fill with the task's metrics. Then print and write results on rank 0.
 
     Results are also written if a fit is interrupted or fails after its first step. An error in writing is only printed.
     """
@@ -223,7 +223,7 @@ def _report(
 
 
 def configuration(config: TrainConfig, trainer: Trainer, record: Record) -> dict[str, str | int]:
-    """Return model, data, optimizer, hosts, seed and batch sizes of a run, by name, for results.json."""
+    """Return a run's model, data, optimizer, hosts, seed and batch sizes, as entries of results.json."""
     parts = {name: _called(getattr(config, name)) for name in ("model", "data", "optimizer")}
     if [parts["optimizer"].partition("(")[0]] != record.optimizers:  # the module makes its own
         parts["optimizer"] = ", ".join(record.optimizers)
@@ -262,7 +262,7 @@ def _first(paths: list[str]) -> str | None:
 
 
 def _next(trainer: Trainer, checkpoint: str, *, finished: bool) -> str | None:
-    """Return the next command: test a finished fit's checkpoint (None: no test), or continue an unfinished fit."""
+    """Return the command that tests a finished fit (None if there is no test), or that continues an unfinished fit."""
     given = [a for a in sys.argv[1:] if not re.match(r"(hydra\.|(hparams_search|optimized_metric)=)", a.lstrip("+"))]
     if not finished:
         return command_to_go_on(given, checkpoint)

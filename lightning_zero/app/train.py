@@ -1,7 +1,7 @@
 """The main job: ``python -m lightning_zero.train [group=file] [key=value]``.
 
-Everything is checked and built before Lightning starts other processes, so that one process reports a mistake, in a
-sentence and with exit code 2. Errors in training keep their traceback.
+Everything is checked and built before Lightning starts other processes, so that a single process reports a mistake, by
+a sentence and exit code 2. Errors in training keep their traceback.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _entered = False  # Hydra has composed the configuration and called the task
 
 def local_devices(trainer: Mapping[str, Any]) -> Any:
     """Return ``trainer.devices``. If that is ``auto``, return how many processes a launcher has started on this node.
-    Without a launcher, return 2 if there is no GPU, else ``auto``."""
+    Without a launcher, return 2 if there is no GPU or ``accelerator`` is ``cpu``, else ``auto``."""
     if trainer.get("devices", "auto") != "auto":
         return trainer["devices"]
     place, num_nodes = launched(), trainer.get("num_nodes")
@@ -98,7 +98,7 @@ def number_of_nodes(trainer: Mapping[str, Any]) -> int:
 
 
 def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
-    """Return the Trainer, with ZeroStrategy. ``plugins``: default: SLURM's. Raise ConfigError for a refused setting."""
+    """Return the Trainer, with ZeroStrategy. ``plugins``: SLURM's if None. Raise ConfigError for a refused setting."""
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
@@ -256,7 +256,7 @@ def run(config: TrainConfig) -> float | None:
 
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
-    """Set in ``run_plan`` the number of optimizer state tensors, for ``auto``, and activations, for the final table."""
+    """Give ``run_plan`` the number of optimizer state tensors (for ``auto``) and activations (for the final table)."""
     from lightning_zero.app.plan_model import describe, optimizer_states
 
     strategy: Any = trainer.strategy
@@ -306,9 +306,9 @@ def train_config(cfg: DictConfig) -> TrainConfig:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turn the body's errors about the configuration into a printed sentence and exit code 2.
+    """Turn errors in the body that are about the configuration into a printed sentence and exit code 2.
 
-    Errors about a full or read-only disk, about another rank, and of a save that failed on all ranks also become a
+    Errors about a full or read-only disk, about another rank, or about a save that failed on all ranks also become a
     sentence, with exit code 1.
     """
     global _entered
@@ -365,7 +365,7 @@ def _refuse(message: str, *, final: bool = True) -> None:
 
 
 def start(task: Callable[[], Any], config_name: str = "train") -> None:
-    """Compose the configuration ``config_name``, call the Hydra app ``task``. Errors in settings exit with code 2."""
+    """Run the Hydra app ``task`` with the configuration ``config_name``. Errors in settings exit with code 2."""
     global _entered
     register_schema()  # in case the Hydra plugin is not found
     _entered = False

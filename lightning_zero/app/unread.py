@@ -1,4 +1,4 @@
-"""Refuse settings of the group ``zero`` that a Hydra app has composed and no strategy of the process has read.
+"""Refuse settings of the group ``zero`` that a Hydra app has composed but no strategy of the process has read.
 
 Hydra composes a group without knowing who reads it, and turns errors of its callbacks into warnings. So the check runs
 when a Trainer or a Fabric is made: its strategy exists by then, and training has not begun.
@@ -44,7 +44,7 @@ def check_read(job: Any) -> None:
 
 
 def _has(config: ZeroConfig, key: str, value: Any) -> bool:
-    """Return whether ``config`` has the choice ``zero/group`` or the setting ``zero.name``, given as ``value``."""
+    """Return whether ``config`` has ``value`` for ``key``, a choice ``zero/group`` or a setting ``zero.name``."""
     row = key.partition("/")[2]
     if value == "float8" and row == "precision":
         return config.precision.float8 is not Float8.none

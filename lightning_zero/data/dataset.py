@@ -22,7 +22,7 @@ class DatasetText(LanguageData):
 
     Args:
         path: a folder written by ``save_to_disk``; else a text file, folder or glob.
-        split: the split to use, if the folder has several; ``null``: ``train``.
+        split: the split to use, if the folder has several; ``null``: ``train``, else the first one.
         column: the column that holds the text. Text files have a column ``text``, in which each file is a document.
         tokenizer: a folder with a Hugging Face tokenizer. ``null``: each byte is a token.
         block_size, batch_size, val_fraction, split_seed, num_workers: see :class:`~lightning_zero.data.text.TextData`.

@@ -2,7 +2,7 @@
 of ranks or batch size. Items that do not fill a step of the new size are left out of that epoch, as ``drop_last``
 leaves out the last items of an epoch.
 
-Seed and epoch alone determine an order of items. The ranks take items from this order in turns::
+Seed and epoch alone determine the order of items. The ranks take items from this order in turn::
 
     order    | 7 3 | 9 1 | 4 8 | 0 2 | 6 5 |      batches of one item, two ranks
                           ^ 4 items are done: two ranks continue with 4 8, four ranks with 4 8 0 2
@@ -30,8 +30,8 @@ class ShuffledFrom(DistributedSampler[Any]):
     ``len`` counts a whole epoch, because Lightning counts the skipped batches as done.
 
     Attributes:
-        start: items of this epoch that all ranks together have trained on.
-        left: items of this rank in the first pass; ``None``: as many as in a whole epoch.
+        start: number of items of this epoch that all ranks together have trained on.
+        left: number of items of this rank in the first pass; ``None``: as many as in a whole epoch.
     """
 
     def __init__(self, data: Dataset[Any], *, num_replicas: int, rank: int, seed: int) -> None:
@@ -53,7 +53,7 @@ class ShuffledFrom(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Tensor]):
-    """A DataLoader whose position Lightning's checkpoints save: how many items of the epoch all ranks have done.
+    """A DataLoader whose position in the epoch, the number of items that all ranks have used, is saved in checkpoints.
 
     ``sampler``: replaces the sampler of this class. Lightning passes one if ``overfit_batches`` is set; then no
     position is saved.
@@ -75,8 +75,8 @@ class ResumableLoader(DataLoader[Tensor]):
         super().__init__(dataset, batch_size, sampler=sampler, **options)
 
     def _refuse_unequal(self) -> None:
-        """Raise ConfigError if the Trainer has training loaders of other lengths: a shorter loader begins again within
-        the epoch, and its position is not saved."""
+        """Raise ConfigError if the Trainer's training loaders have different lengths: a shorter loader begins again
+        within the epoch, and its position is not saved."""
         beside = tree_leaves(getattr(self._trainer, "train_dataloader", None))
         lengths = sorted({len(other) for other in beside if isinstance(other, ResumableLoader)})
         if len(lengths) > 1:

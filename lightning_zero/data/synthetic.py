@@ -16,7 +16,7 @@ BRANCHES = 4  # tokens that may follow a token
 class Walks(Dataset[Tensor]):
     """Random walks ``[block_size + 1] int64`` on a graph where each token has :data:`BRANCHES` followers.
 
-    The best loss is log2(4) = 2 bits per token. An item depends only on the seed and the item's number.
+    The best loss is log2(4) = 2 bits per token. An item depends only on the seed and the item's index.
     """
 
     def __init__(self, n_items: int, first: int, block_size: int, vocab_size: int, seed: int) -> None:

@@ -32,7 +32,7 @@ class Split(NamedTuple):
 
 
 def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
-    """Return indices of chunks for training and for validation. ``seed`` chooses stretches of neighbouring chunks."""
+    """Return indices of chunks for training and for validation. ``seed`` chooses the segments for validation."""
     length = max(1, min(SEGMENT_CHUNKS, n_chunks // MIN_SEGMENTS))
     n_segments = -(-n_chunks // length)
     n_val = max(1, round(n_segments * val_fraction))
@@ -43,7 +43,7 @@ def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
 
 
 class Chunks(Dataset[Tensor]):
-    """Items ``[block_size + 1] int64``, cut from ``tokens [n] uint8``. ``chunks``: the number of each item's chunk."""
+    """Items ``[block_size + 1] int64``, cut from ``tokens [n] uint8``. ``chunks``: the index of each item's chunk."""
 
     def __init__(self, tokens: Tensor, chunks: np.ndarray, block_size: int) -> None:
         self.tokens, self.chunks, self.block_size = tokens, chunks, block_size
@@ -110,7 +110,7 @@ class TextData(LanguageData):
 
     @property
     def batch(self) -> str:
-        """Return a description of a batch in words, to add to an error of a model that expects other batches."""
+        """Return a description of a batch in words, for an error raised by a model that expects other batches."""
         shape = [self.batch_size, self.block_size + 1]
         return f"one tensor of tokens {shape}, int64 from 0 to 255: each a byte, and the target of the one before it"
 
@@ -140,7 +140,7 @@ class TextData(LanguageData):
 
 
 def check_enough(found: int, needed: int, block_size: int, where: str) -> None:
-    """Raise ConfigError if ``found``, the number of training items that the text gives, is less than ``needed``."""
+    """Raise ConfigError if ``found``, the number of training items in the text, is less than ``needed``."""
     if found < needed:
         raise ConfigError(
             f"data.path: expected text for at least one batch of training on each process ({needed} pieces of "

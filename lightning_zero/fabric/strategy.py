@@ -1,8 +1,7 @@
-"""ZeroFabricStrategy: maps Fabric's calls of a strategy to calls of the engine. It holds no sharding logic.
+"""ZeroFabricStrategy: maps Fabric's calls to calls of the engine. It holds no sharding logic.
 
 It saves and loads the mapping of objects that users give to fabric.save, as one file or as a folder in DCP's format.
-The file equals that of Fabric under DDP. All ranks write the file if it holds exactly one sharded module; otherwise
-rank 0 does.
+The file is the same as under DDP. All ranks write it if it holds exactly one sharded module; otherwise rank 0 does.
 """
 
 from __future__ import annotations
@@ -96,11 +95,11 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
             super().backward(tensor, model, *args, **kwargs)
 
     def _forget_left_out(self, engines: Sequence[Engine]) -> None:
-        """Before a backward, update ``overflowed`` of optimizers that unscaled gradients but made no step. Collective.
+        """Before a backward, update ``overflowed`` for optimizers that did not step after unscaling. Collective.
 
-        Finite gradients say nothing about the gradients of the next backward. If gradients overflowed and are still
-        there, the next step must be skipped. If users have cleared gradients that overflowed, the scale is lowered as
-        after a skipped step.
+        Finite gradients say nothing about the next backward, so their entries are removed. If gradients overflowed and
+        are still there, the next step must be skipped. If users have cleared them, the scale is lowered as after a
+        skipped step.
         """
         assert self.scaler is not None
         self.overflowed = {optimizer: True for optimizer, overflowed in self.overflowed.items() if overflowed}
@@ -115,7 +114,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
                 self.scaler.update(overflowed=True)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """With loss scaling, find out once per step whether gradients of ``optimizer`` overflowed, and divide the
+        """With loss scaling, determine once per step whether gradients of ``optimizer`` overflowed, and divide the
         gradients that users see by the loss scale. Collective."""
         if self.scaler is not None and optimizer not in self.overflowed:
             engine: Engine = self.strategy.engine_of_optimizer(optimizer)
@@ -142,7 +141,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
 
 class ZeroModule(nn.Module):
-    """Calls the user's ``module``, which is sharded in place. Fabric also calls marked forward methods through it."""
+    """Wraps the user's ``module``, which is sharded in place. Fabric also calls marked forward methods through it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -235,7 +234,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
 
     @property
     def _engine_that_waits(self) -> Engine | None:
-        """Return the engine of the first module that is set up, or None. Through the engine's Waits, a rank in a step
+        """Return the engine of the first module that was set up, or None. Through the engine's Waits, a rank in a step
         learns that another rank is saving, and a rank that saves learns that another is in a step."""
         return next(iter(self._engines), None)
 
@@ -256,7 +255,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create the body's modules on the host, or with ``empty_init`` on meta, as the device may be too small."""
+        """Create the body's modules on the host, or with ``empty_init`` on meta: the device may be too small."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision.module_init_context():
             yield
@@ -334,8 +333,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def engines_of_backward(self, module: Module | None) -> Sequence[Engine]:
-        """Return the engines to prepare for a backward: the engine of ``module`` if given, else the only engine or, of
-        several, those that have begun a forward."""
+        """Return the engines to prepare for a backward: the engine of ``module`` if given, else the only engine or, if
+        there are several, those that have begun a forward."""
         if isinstance(module, ZeroModule):
             return [module.engine]
         found = self._engines
@@ -413,8 +412,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
         """Save the modules, optimizers and other objects in ``state``. Raise on all ranks if writing fails. Collective.
 
         Args:
-            filter: functions by key of ``state``. Each gets an entry's name and value on rank 0, and returns whether to
-                save it. If a folder is saved, the value has only a shape and a dtype.
+            filter: maps keys of ``state`` to functions. On rank 0 each gets an entry's name and value, and returns
+                whether to save it. If a folder is saved, the value has only a shape and a dtype.
         """
         path, filter, without_frozen = self.broadcast(path), filter or {}, self.config.checkpoint.exclude_frozen
         folder = self.config.checkpoint.name is CheckpointFormat.sharded
@@ -556,7 +555,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
 
 
 class DDPZeroFabricStrategy(ZeroFabricStrategy):
-    """The strategy ``ddp_zero3`` of Fabric: an instance of DDPStrategy for packages that check the class."""
+    """Fabric's strategy ``ddp_zero3``. Packages that check the class take it for a DDPStrategy."""
 
 
 fabric.strategies.DDPStrategy.register(DDPZeroFabricStrategy)
@@ -564,7 +563,7 @@ fabric.strategies.DDPStrategy.register(DDPZeroFabricStrategy)
 
 class _Accumulation:
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager. If ``enabled``, backwards in it reduce gradients only at stages 2 and 3."""
+        """Return a context manager in which backwards, if ``enabled``, reduce gradients only at stages 2 and 3."""
         if not enabled:
             return contextlib.nullcontext()
         engine = module.engine if isinstance(module, ZeroModule) else engine_of(module)

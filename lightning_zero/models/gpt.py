@@ -60,7 +60,7 @@ def rotations(positions: Tensor, head_width: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Return ``x [batch, heads, length, head_width]``, rotated by the cosines and sines ``rotation``."""
+    """Return ``x [batch, heads, length, head_width]`` rotated by the cosines and sines in ``rotation``."""
     cos, sin = rotation.to(x.dtype)
     one, other = x.chunk(2, dim=-1)
     return torch.cat([one * cos - other * sin, one * sin + other * cos], dim=-1)

@@ -21,7 +21,7 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class LanguageModel(LightningModule):
-    """Trains subclasses, whose ``forward`` maps tokens to logits, to predict the next token.
+    """Base class of models that predict the next token. The ``forward`` of a subclass maps tokens to logits.
 
     Tokens are ``[batch, length] int64``, logits ``[batch, length, vocab_size]``, and a batch of data is ``[batch,
     length + 1]``. Bits per byte are bits per token divided by the data's ``bytes_per_token`` (default 1), so that

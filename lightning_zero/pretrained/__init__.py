@@ -5,11 +5,11 @@
     stored       tensors in files, of which each rank reads the parts it needs
     folder       reads ranges of the safetensors files of a folder
     conversions  converts tensors that transformers stores differently in files and in memory
-    first        finds how a module makes its first values
+    first        finds how a module initializes its values
 
 This file matches the tensors of a folder with parameters and buffers of a module. The folder has the names of the
-transformers model. The module's names may have a prefix (``model.``, an attribute of a LightningModule) and names of
-adapters (``base_layer``), and some tensors are fused in memory (``conversions``)."""
+transformers model. The module's names may have a prefix (``model.``, an attribute of a LightningModule) and contain
+names of adapters (``base_layer``), and some tensors are fused in memory (``conversions``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHOWN = 5  # names in a message
 
 
 def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors in the folder ``path``, by the names of the parameters and buffers of ``module``.
+    """Return the folder's tensors for parameters and buffers of ``module``, by their names in ``module``.
 
     ``warn``: warn of missing and unused tensors. ``only_meta``: leave out tensors for which ``module`` has values.
     Raises ConfigError if files are absent or damaged, if no tensor belongs to ``module``, or if shapes differ."""
@@ -57,7 +57,7 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
 
 
 def some(names: Iterable[str]) -> str:
-    """Return the first few of ``names``, and the number of further names, as text for a message."""
+    """Return text for a message: the first few of ``names``, and how many more there are."""
     names = list(names)
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest
@@ -125,7 +125,8 @@ def _without_adapters(name: str) -> str:
 
 
 def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
-    """Return the prefix (``model.``) without which most names in ``own`` (the module) are in ``keys`` (the folder)."""
+    """Return the prefix, such as ``model.``, that must be removed from names in ``own`` (the module) so that most of
+    them are in ``keys`` (the folder)."""
     ends: Counter[str] = Counter()
     wanted = set(keys)
     for name in own:
@@ -138,7 +139,7 @@ def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
 
 def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
     """Return the names of parameters and persistent buffers of ``module`` that are not in ``sources``, except adapters.
-    Of tied tensors one name must be in ``sources``."""
+    For tied tensors, one of their names in ``sources`` is enough."""
     names: dict[int, list[str]] = {}
     for name, value in _tensors(module):
         names.setdefault(id(value), []).append(name)

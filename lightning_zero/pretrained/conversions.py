@@ -1,6 +1,6 @@
 """Convert tensors in files to tensors in memory, which transformers may rename or fuse (Mixtral's experts).
 
-transformers itself describes the conversions. The package is used only if the user's model has imported it."""
+transformers itself describes the conversions. It is used only if the user's model has imported it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
 
 
 def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of ``model`` by name, converted from the tensors in files (``stored``, by name). ``own``: the
-    model's tensors, by name without the parts that PEFT adds. Tensors that ``model`` lacks are returned unchanged."""
+    """Convert ``stored``, the tensors in files, to tensors of ``model``, and return them by name. ``own``: the model's
+    tensors; names lack the parts that PEFT adds. Stored tensors that ``model`` does not have are returned unchanged."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # older versions convert nothing
@@ -66,8 +66,8 @@ def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, 
 
 
 class _Group:
-    """Tensors in files that together become tensors in memory. Reading one of the tensors in memory converts the whole
-    group, which stays cached until another group is read."""
+    """Tensors in files that together become one or more tensors in memory. Reading one of the latter converts the
+    whole group, which stays cached until another group is read."""
 
     _last: tuple[_Group, dict[str, Tensor]] | None = None
 
@@ -104,5 +104,5 @@ class _Group:
 
 
 def forget() -> None:
-    """Free the tensors of the group that was converted last."""
+    """Free the cached tensors of the group that was read last."""
     _Group._last = None

@@ -1,6 +1,6 @@
-"""Find how a module makes its first values: by ``reset_parameters``, transformers' ``_init_weights``, or PEFT's layers.
+"""Find how a module initializes its values: by ``reset_parameters``, transformers' ``_init_weights``, or PEFT's layers.
 
-``_init_weights`` also makes buffers that no file holds (rotary frequencies)."""
+``_init_weights`` also initializes buffers that no file holds (rotary frequencies)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTER = "reset_lora_parameters"
 
 
 def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any] | None:
-    """Return a function that initializes ``module``, named ``name`` in ``root``; None if ``module`` defines none."""
+    """Return a function that initializes ``module``, named ``name`` in ``root``; None if there is no way to do so."""
     parts = name.split(".")
     first = next((n for n, part in enumerate(parts) if part.startswith("lora_")), None)
     # A module of an adapter: ``...q_proj.lora_A.default``.
@@ -39,8 +39,8 @@ def _outers(root: nn.Module, name: str) -> Iterator[Any]:
 
 
 def reset_adapter(root: nn.Module, name: str, layer: Any) -> None:
-    """Initialize the adapters of ``layer``, named ``name`` in ``root``, as PEFT does. Raise ConfigError if the method
-    needs the values of ``layer``."""
+    """Initialize the adapters of ``layer``, named ``name`` in ``root``, as PEFT does. Raise ConfigError if PEFT's
+    method needs the values of ``layer``."""
     configs: Any = next((c for o in _outers(root, name) if isinstance(c := getattr(o, "peft_config", None), dict)), {})
     for adapter in {*layer.lora_A, *layer.lora_embedding_A}:
         way = getattr(configs.get(adapter), "init_lora_weights", True)

@@ -159,7 +159,7 @@ class _RemoteSlice:
         return self.shape
 
     def __getitem__(self, box: Any) -> Tensor:
-        """Return the values in ``box``, a tuple of slices. Reads from the first to the last of them in one request."""
+        """Return the values in ``box``, a tuple of slices. One request reads from the first value to the last."""
         dtype, strides = DTYPES[self.dtype], [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         first = sum(part.start * stride for part, stride in zip(box, strides, strict=True))
         last = sum((part.stop - 1) * stride for part, stride in zip(box, strides, strict=True))

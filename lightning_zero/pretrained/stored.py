@@ -13,7 +13,7 @@ Read = Callable[[int, int, Sequence[int] | None], Tensor]
 
 class StoredTensor(Tensor):
     """A tensor whose values are in a file. The engine reads only this rank's ranges of the values. Any other use, such
-    as an operation in a hook that looks at a checkpoint, reads the whole tensor to the host each time."""
+    as an operation in a hook that reads a checkpoint, loads the whole tensor to the host each time."""
 
     _read: Read
 

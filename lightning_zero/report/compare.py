@@ -39,7 +39,7 @@ from lightning_zero.report.results import (
 from lightning_zero.settings import ConfigError
 
 INDEX = "index.html"
-# What Lightning's ThroughputMonitor and DeviceStatsMonitor log of a run. Of two that are logged the last one counts.
+# What Lightning's ThroughputMonitor and DeviceStatsMonitor log. If two are logged for one metric, the last one counts.
 THROUGHPUT = {f"train/{each}samples_per_sec": "zero/samples_per_s" for each in ("device/", "")}
 THROUGHPUT |= {f"train/{each}items_per_sec": "zero/tokens_per_s" for each in ("device/", "")}
 TIME, DEVICE_PEAK = "train/time", "DeviceStatsMonitor.on_train_batch_end/allocated_bytes.all.peak"
@@ -52,13 +52,13 @@ class Run(NamedTuple):
     results: dict[str, Any]  # empty: it left none
 
     def link(self, name: str, page: Path) -> Html:
-        """Return the link of ``page`` to the run's report, or to its folder if it has none."""
+        """Return a link from ``page`` to the run's report, or to the run's folder if there is no report."""
         report = self.folder / PAGE
         return link(name, os.path.relpath(report if report.is_file() else self.folder, page.parent))
 
     def speeds(self) -> dict[str, float | None]:
-        """Return the median of each speed, None if unknown, without its first value: first steps also wait for
-        setup."""
+        """Return the median of each speed, or None if unknown. The first value of a speed is left out, because first
+        steps also wait for setup."""
         pairs = {name: self.series[f"zero/{name}"] for name in SPEEDS if f"zero/{name}" in self.series}
         return defaultdict(NoneType, {name: median(v for _, v in own[1:] or own) for name, own in pairs.items()})
 
@@ -75,7 +75,7 @@ class Run(NamedTuple):
         return _known(held, {"peak of a step, device": peak[-1][1]} if peak else {})
 
     def settings(self) -> dict[str, str]:
-        """Return Hydra's settings of the run and package versions as text, by dotted key; {} without Hydra's file."""
+        """Return the run's Hydra settings and package versions, as text by dotted key; {} without Hydra's file."""
         file, versions = self.folder / ".hydra" / "config.yaml", {"version": self.results.get("versions", {})}
         node: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False) if file.is_file() else {}
         return dict(_flat(node | versions)) if node else {}
@@ -172,8 +172,8 @@ def _numbers(what: str, row: str, values: Sequence[float | None], text: Callable
 
 
 def _metrics(*runs: Run) -> Iterator[Sequence[str]]:
-    """Yield a row of text for each metric: its name, last value in each run, largest difference, and the step of this
-    difference. A NaN in one run alone counts as the largest difference."""
+    """Yield a row of text for each metric: its name, its last value in each run, the largest difference, and the step
+    of this difference. A NaN in only one run counts as the largest difference."""
     both = [{name: dict(pairs) for name, pairs in own_metrics(run.series).items()} for run in runs]
     for name in dict.fromkeys(chain(*both)):
         a, b = (own.get(name, {}) for own in both)

@@ -27,7 +27,7 @@ STYLE |= {"figure.constrained_layout.wspace": 0.04, "figure.constrained_layout.h
 OF_CALLBACKS = re.compile(
     r"(zero|run)/|lr|DeviceStatsMonitor|(train|validate)/((device/)?(\w+_per_sec|mfu)|time|batches|samples|lengths)$"
 )
-# Of two runs: the first is a broad pale line, on which the second one is seen where they are equal.
+# Lines of two runs: the first is broad and pale, so that the second one can be seen on it where they are equal.
 WIDTHS: tuple[dict[str, Any], ...] = ({"linewidth": 4, "alpha": 0.6}, {"linewidth": 1.2, "zorder": 3})
 
 UNKNOWN = "not measured (needs callbacks.monitor)"
@@ -75,7 +75,7 @@ def draw_run(path: Path, series: Values, results: Mapping[str, Any]) -> str:
 
 
 def draw_runs(runs: Mapping[str, Values], bars: Sequence[Bars]) -> str:
-    """Return a picture of two runs as SVG: for each unit the curves of both runs in one area, then ``bars``."""
+    """Return a picture of two runs as SVG: first curves, with one area for each kind of metric, then ``bars``."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -123,9 +123,10 @@ def _svg(figure: Any) -> str:
 
 
 def _by_unit(own: Values) -> tuple[Values, Values]:
-    """Divide the metrics ``own`` between two y-axes, and return the metrics of the first axis and of the second.
+    """Divide the metrics in ``own`` between two y-axes. Return the metrics of the first axis and of the second.
 
-    Metrics whose names differ only in ``train``, ``val`` or ``test`` share an axis. Otherwise the first has losses."""
+    Metrics whose names differ only in ``train``, ``val`` or ``test`` share an axis. Without such metrics, losses are on
+    the first axis and all others on the second."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, pairs in own.items():
         kinds.setdefault(re.sub(r"(train|valid(ation)?|val|test)[_/]?|_(step|epoch)$", "", name), {})[name] = pairs
@@ -137,9 +138,9 @@ def _by_unit(own: Values) -> tuple[Values, Values]:
 
 
 def _curves(axes: Any, title: str, without: str, left: Values, right: Values, styles: Any = None) -> None:
-    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on a second one (on the first without ``left``).
+    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on the second; on the first if ``left`` is empty.
 
-    ``without``: text for the title if there are no curves. ``styles``: of each curve, by name; default: colours."""
+    ``without``: text for the title if there are no curves. ``styles``: styles by name of curve; default: colours."""
     lines, colours = [], iter(COLOURS)
     for number, values in enumerate(values for values in (left, right) if values):
         own = axes.twinx() if number else axes
@@ -160,8 +161,8 @@ def _curves(axes: Any, title: str, without: str, left: Values, right: Values, st
 def _bars(
     axes: Any, title: str, names: Sequence[str], sets: Mapping[str, Sequence[Any]], text: Callable[[float], str]
 ) -> None:
-    """Draw horizontal bars from the top down: for each of ``names`` adjacent bars, one of each of ``sets``. ``text``
-    formats the values."""
+    """Draw horizontal bars from the top down: a group of adjacent bars for each name, with one bar from each of
+    ``sets``. ``text`` formats the values."""
     height = 0.8 / len(sets)
     for number, (label, values) in enumerate(sets.items()):
         places = [place + (number + 0.5) * height - 0.4 for place in range(len(names))]

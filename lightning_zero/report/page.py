@@ -63,8 +63,8 @@ def link(text: str, address: str) -> Html:
 
 
 def html_page(title: str, top: str, tables: Iterable[Table], end: str = "") -> str:
-    """Return a page of the non-empty ``tables``, between ``top`` and ``end``, which are HTML. Titles and cells are
-    text."""
+    """Return an HTML page with the non-empty ``tables`` between ``top`` and ``end``. ``top`` and ``end`` are HTML;
+    titles and cells are text."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
@@ -104,8 +104,8 @@ def human_seconds(seconds: float) -> str:
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> Table:
-    """Return the table of ranks; of more than ``MOST_RANKS``, only those that waited least (the slowest) and
-    longest."""
+    """Return the table of ranks. If there are more than ``MOST_RANKS``, it has only the ranks that waited longest and
+    those that waited least, which are the slowest."""
     shown, title = sorted(ranks, key=lambda rank: sum(rank["wait_s_per_step"].values())), "Ranks"
     if len(ranks) > MOST_RANKS:
         shown, title = shown[: MOST_RANKS // 2] + shown[-MOST_RANKS // 2 :], "Ranks that waited least and longest"

@@ -26,7 +26,7 @@ SEEN = ("run/samples", "run/tokens")
 class Curves(DummyLogger):
     """A logger that keeps all metrics in memory, and on rank 0 in the file ``curves.jsonl``, a line for each call.
 
-    As the only logger of a Trainer it answers every call of a user's code, as Lightning's DummyLogger does.
+    If it is the Trainer's only logger, users' code may call any method of it, as of Lightning's DummyLogger.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ class Curves(DummyLogger):
         self._write(f"{json.dumps(self.lines[-1])}\n", "a")
 
     def start_at(self, step: int) -> None:
-        """Forget what an earlier run in this folder, or this one before it was interrupted, logged after ``step``."""
+        """Drop what was logged after ``step`` by an earlier run in this folder, or by this one before it resumed."""
         if self.lines:
             self.lines = [line for line in self.lines if step and line["step"] <= step]
             self._write("".join(f"{json.dumps(line)}\n" for line in self.lines), "w")
@@ -64,11 +64,11 @@ class Curves(DummyLogger):
 
 
 class Record(Callback):
-    """Records a run for its report, by a logger beside those of the user.
+    """Records a run for its report, with a logger of its own beside the user's loggers.
 
     Attributes:
         optimizers: class names of the optimizers.
-        batch: samples and tokens of the first training batch of this rank; 0: unknown.
+        batch: numbers of samples and tokens in this rank's first training batch; 0: unknown.
         ranks: :func:`of_rank` of all ranks, gathered once at the end of a fit; empty before.
     """
 
@@ -113,12 +113,12 @@ class Record(Callback):
 
     @property
     def seen(self) -> dict[str, float]:
-        """Return how many samples and tokens all ranks have trained on, also before a restart, as far as known."""
+        """Return how many samples and tokens all ranks have trained on, including before a restart, where known."""
         return {name: count for name, count in self._seen.items() if count}
 
 
 def of_rank(engine: Engine, series: Series) -> dict[str, Any]:
-    """Return this rank's host, device and peak memory, and its bytes and waits in ``series``, the logged metrics."""
+    """Return this rank's host, device and peak memory, and its bytes and waits from the logged metrics ``series``."""
     accelerator = engine.comm.streams.accelerator
     cpu = re.search(r"^model name\s*: (.*)$", "\n".join(lines_of(Path("/proc/cpuinfo"))), re.MULTILINE)
     peak = re.search(r"^VmHWM:\s*(\d+) kB$", "\n".join(lines_of(Path("/proc/self/status"))), re.MULTILINE)

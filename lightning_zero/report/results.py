@@ -21,8 +21,8 @@ Series = dict[str, list[tuple[int, float]]]  # for each metric pairs (step, valu
 
 
 def lines_in(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield each line of ``curves.jsonl``: metrics by name, and their ``step``. Skip lines that a killed process cut
-    off."""
+    """Yield each line of ``curves.jsonl``: metrics by name, and their ``step``. Skip incomplete lines, which a killed
+    process may leave."""
     with contextlib.suppress(OSError):
         for line in (folder / CURVES).read_text().splitlines():
             with contextlib.suppress(ValueError):
@@ -47,7 +47,7 @@ def series_of(lines: Iterable[dict[str, Any]]) -> Series:
 
 
 def held_and_waits(series: Series) -> dict[str, dict[str, Any]]:
-    """Return the bytes by role and tier that ZeroMonitor logged last, and mean seconds of waits per step by kind."""
+    """Return the bytes by role and tier that ZeroMonitor logged last, and mean waits by kind, in seconds per step."""
     # Without the first pair: the first steps also wait for objects that are made once.
     stood = {name: pairs[1:] or pairs for name, pairs in series.items() if name.startswith("zero/wait_s/")}
     held = {name: pairs[-1][1] for name, pairs in series.items() if name.startswith("zero/bytes/")}
@@ -93,7 +93,7 @@ def measured(series: Series, held: Sequence[Held], ranks: Sequence[dict[str, Any
 
 
 def commit() -> str | None:
-    """Return the commit of the working directory, with ``-dirty`` if files differ from it; ``None`` without git."""
+    """Return the working directory's commit, with ``-dirty`` if files were changed since; ``None`` without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)

@@ -3,9 +3,9 @@
 ::
 
     groups       the dataclasses of the groups zero/*, with the meaning of each setting
-    zero_config  ZeroConfig: all groups together; made from keywords and names; settings as arguments of Python
+    zero_config  ZeroConfig: all groups together; made from keywords and names; settings written as Python arguments
     names        ConfigError, enums of allowed values, and functions for types of settings and sizes such as 80GB
-    keywords     types of the keywords that callers from Python write; made by docs/made.py
+    keywords     types of the keywords that Python callers pass; made by docs/made.py
 """
 
 from lightning_zero.settings import keywords as keywords

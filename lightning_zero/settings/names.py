@@ -163,7 +163,7 @@ OTHER_NAMES |= {"debug": "timeline", "summary": "enable_model_summary", "gpu": "
 
 
 def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
-    """Return the name in ``known`` of which ``given`` is a synonym or, unless ``exact``, a misspelling; else None."""
+    """Return the name in ``known`` that ``given`` means, as a synonym or, unless ``exact``, misspelled; else None."""
     by_case = {name.lower(): name for name in sorted(known)}
     found = [name for name in (given.lower(), OTHER_NAMES.get(given.lower())) if name in by_case]
     if not found and not exact:
@@ -212,7 +212,7 @@ else:
 
 
 def check_types(key: str, settings: Any) -> None:
-    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: the group, as ``zero.unit``."""
+    """Convert each field of ``settings`` to its type, or raise ConfigError. ``key``: the group (like ``zero.unit``)."""
     group = key.partition(".")[2]
     own: Any = type(settings)
     for name, kind in kinds_of(own).items():
@@ -245,7 +245,7 @@ def _taken(key: str, kind: Any, value: Any) -> Any:
 
 
 def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
-    """Return ``value`` converted to ``kind``, and a text that says what is expected; "" if ``value`` is valid."""
+    """Return ``value`` converted to ``kind``, and text that says what is expected, or "" if ``value`` is valid."""
     is_bool = isinstance(value, bool)
     if kind is Any:
         return value, ""  # the dataclass checks such a value itself

@@ -294,7 +294,7 @@ def check_decided(config: ZeroConfig) -> None:
 
 
 def for_layout(config: ZeroConfig) -> ZeroConfig:
-    """Return ``config``, with stage 1 in place of ``auto``: buckets are laid out the same way at every stage."""
+    """Return ``config`` with stage 1 and no offload in place of ``auto``. Buckets are laid out alike at every stage."""
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 
@@ -383,7 +383,7 @@ def _convert(key: str, value: Any) -> Any:
 
 
 def _meant(kind: Any, key: str, value: Any) -> str:
-    """Return the setting of group ``key`` that takes ``value``, alone or in a list, for the end of a message."""
+    """Return the end of a message: how to write ``value``, alone or in a list, as a setting of the group ``key``."""
     for name, given in itertools.product(kinds_of(kind), (list(value) if isinstance(value, tuple) else value, [value])):
         with contextlib.suppress(ConfigError):
             kind(**{name: given})
@@ -405,8 +405,8 @@ _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 
 
 def as_arguments(text: str) -> str:
-    """Return ``text`` with settings as arguments: ``stage='zero2'`` for ``zero/stage=zero2``, ``unit['classes']`` for
-    ``zero.unit.classes``."""
+    """Return ``text`` with settings written as Python arguments: ``stage='zero2'`` for ``zero/stage=zero2``,
+    ``unit['classes']`` for ``zero.unit.classes``."""
     known = {f.name for f in fields(ZeroConfig)}
 
     def argument(found: re.Match[str]) -> str:
@@ -443,7 +443,7 @@ def names_arguments(config: ZeroConfig | None = None) -> Iterator[None]:
 
 
 class Signature:
-    """The ``__signature__`` of a class whose ``__init__`` takes ``**settings: Unpack[...]``: each setting is listed."""
+    """The ``__signature__`` of a class whose ``__init__`` takes ``**settings: Unpack[...]``. Lists each setting."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature | None:
         definer = next(of for of in owner.__mro__ if "__init__" in vars(of))

@@ -11,7 +11,7 @@
     precision       precision plugin; the base class, processes and settings are shared with Fabric
     registration    names for Trainer(strategy=) and Fabric(strategy=)
     interruptions   SIGTERM and the requeue signal: all ranks end the run at the same step; NaN and inf in losses
-    adapted         overrides methods of Lightning's objects where Lightning has no hook; loops: those of its loops
+    adapted         overrides methods of Lightning's objects where Lightning has no hook; loops: methods of its loops
     uneven          ends epochs on all ranks together if ranks have different numbers of batches
     sequence_check  compares the first steps on parts of sequences with steps on whole sequences
     step_tokens     means over all tokens of a step

@@ -1,8 +1,8 @@
 """Change the behavior of Lightning's objects where Lightning has no hook, by giving a run's objects subclasses with
 methods of this package.
 
-This list (class of Lightning, file of this package, methods) is complete for Lightning 2.6.6. Lightning's own classes
-do not change. (``registration.py`` replaces a function: the one that reads the file for ``load_from_checkpoint``.)
+The list below (class of Lightning, file of this package, methods) is complete for Lightning 2.6.6. Lightning's own
+classes do not change. (``registration.py`` replaces the function that reads the file for ``load_from_checkpoint``.)
 
 ::
 
@@ -30,8 +30,8 @@ from typing import Any
 
 
 def adapt(objects: Iterable[Any], ours: tuple[type, ...]) -> None:
-    """Change the class of each object to a new subclass of the object's class and of each class in ``ours`` whose base
-    class the object is an instance of."""
+    """Change the class of each object to a subclass of its class and of the classes in ``ours`` that match. A class
+    matches if the object is an instance of the class's base."""
     for thing in objects:
         wanted = tuple(c for c in ours if isinstance(thing, c.__bases__) and not isinstance(thing, c))
         if wanted:

@@ -45,7 +45,7 @@ class Interruptions:
     """Answers signals between two steps. A handler only notes its signal; ranks exchange noted signals after each step.
 
     Lightning saves and broadcasts inside handlers, where ranks may be at different steps and mix up their collectives.
-    Here a signal to one rank suffices, and ranks exchange one small message per step::
+    Here a signal to any one rank is enough, at the cost of one small message per step::
 
         signal             training                                                only evaluating
         requeue_signal     save, requeue, exit (SLURM only)                        requeue
@@ -121,7 +121,7 @@ class Interruptions:
 
     @property
     def _code(self) -> int:
-        """Return the exit code of a process that a signal ends: 0 on SLURM; elsewhere 143, which means "unfinished"."""
+        """Return the exit code of a process that a signal ends: 0 on SLURM, elsewhere 143, which means "unfinished"."""
         # On SLURM 0, because srun kills the remaining ranks as soon as one exits with an error.
         return 0 if self._on_slurm else TERMINATED
 
@@ -151,8 +151,8 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """Save, raise Left, or both, as ``asked`` (a signal, or _SAVE: a periodic save is due) requires. ``at``:
-        context manager in which the Trainer's loops are ready to be saved. ``saves``: whether to save. Collective."""
+        """Save, raise Left, or both. ``asked``: the signal, or _SAVE if a periodic save is due. ``at``: context manager
+        in which the Trainer's loops are ready to be saved. ``saves``: whether to save. Collective."""
         self._noted = _NOTHING  # a signal that arrives from now on is answered at the next boundary
         with at:
             if saves:
@@ -172,8 +172,9 @@ class Interruptions:
         """During the body, give the Trainer's loops the counts that they have when Lightning saves. If the body raises,
         the loops keep these counts.
 
-        Lightning saves before it counts a step for loggers, and adds that step on load, so loops count one step less in
-        the body. They count one more batch as fetched: on load Lightning then knows that earlier validations are done.
+        Lightning saves before it counts the last step for loggers, and adds this step when it loads, so loops count one
+        step less in the body. They also count one more batch as fetched, by which Lightning knows when it loads that
+        earlier validations are done.
         """
         loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
         loop.batch_progress.increment_ready()
@@ -223,8 +224,8 @@ class Interruptions:
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)
 
     def _requeue(self) -> bool:
-        """Ask SLURM or the job's script to run the job again. Return whether the request succeeded; always True on
-        ranks other than 0, which do not ask SLURM."""
+        """Ask SLURM or the job's script to run the job again, and return whether this succeeded. Only rank 0 asks
+        SLURM; other ranks return True."""
         if write_outcome(REQUEUE) or not self._trainer.is_global_zero:
             return True
         job = os.environ["SLURM_JOB_ID"]
@@ -241,9 +242,9 @@ class Interruptions:
 
 
 def repair_counts(trainer: pl.Trainer) -> None:
-    """When a run resumes, subtract a batch that was fetched but never trained from the count of batches that
-    ``val_check_interval`` uses. Also let GradientAccumulationScheduler set the current epoch's
-    ``accumulate_grad_batches``, which Lightning does only when an epoch begins."""
+    """Repair counts when a run resumes: subtract a batch that was fetched but never trained from the number of batches
+    that ``val_check_interval`` uses, and let GradientAccumulationScheduler set ``accumulate_grad_batches`` for the
+    current epoch. (Lightning does this only when an epoch begins.)"""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
             callback.on_train_epoch_start(trainer)
@@ -307,8 +308,8 @@ class NotFinite:
         self._said = False
 
     def note(self, number: Tensor, *, is_norm: bool = False) -> None:
-        """Begin to copy ``number`` to the host to check it later: this rank's loss in the current step or, if
-        ``is_norm``, the gradient norm. Numbers with dimensions are ignored."""
+        """Begin to copy ``number`` to the host, to check it later. It is this rank's loss in the current step or, if
+        ``is_norm``, the gradient norm. Tensors that are not 0-d are ignored."""
         # Norms that overflow are skipped, and with a loss scale the first ones do.
         matters = not self._said and not (is_norm and self._skips)
         if number.dim() == 0 and (matters or is_norm):
@@ -334,12 +335,12 @@ class NotFinite:
 
     @property
     def norm(self) -> float | None:
-        """Return the newest gradient norm, noted when clipping, whose copy has reached the host; None if none has."""
+        """Return the newest norm (of gradients that were clipped) whose copy has reached the host, or None."""
         self._take()
         return self._norm
 
     def say(self, finding: int) -> None:
-        """Warn, once per run, of the step and rank in ``finding``, the largest :attr:`found` of all ranks (0: none)."""
+        """Warn once per run of the step and rank in ``finding``, the largest :attr:`found` of all ranks (0: none)."""
         if not finding or self._said:
             return
         self._said, self._found = True, 0

@@ -80,8 +80,8 @@ class Forking:
 
     @contextlib.contextmanager
     def _fit_to_fork(self, trains: bool = True) -> Iterator[None]:
-        """Raise ConfigError if processes forked in the body could not work. If a forked process would hang with several
-        threads, give each one thread. ``trains``: whether forked processes compute backwards."""
+        """Raise ConfigError if processes forked in the body could not work. If they would hang with several threads,
+        let each of them use one thread. ``trains``: whether they compute backwards."""
         _refuse_fork(trains)
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)
@@ -139,8 +139,8 @@ class ForkLauncher(Forking, ForkingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
-        """Return rank 0's results; None on other ranks. After a fit, the results name a file, written here, with the
-        weights of the whole model. Collective."""
+        """Return rank 0's results; None on other ranks. After a fit, also write the whole model's weights to a file,
+        which the results name. Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
         first = self._strategy.local_rank == 0
@@ -165,12 +165,12 @@ def _names_as_given(trainer: pl.Trainer | None) -> contextlib.AbstractContextMan
 
 
 class NoCheckpointError(ConfigError, FileNotFoundError):
-    """Raised if the checkpoint to load does not exist. Also a FileNotFoundError, which Lightning raises then."""
+    """Raised if the checkpoint to load does not exist. It is also a FileNotFoundError, like Lightning's error."""
 
 
 def _check_folders(trainer: pl.Trainer) -> None:
-    """Raise ConfigError if a fit would save to a folder in an object store, and this process cannot write there or a
-    ModelCheckpoint with ``save_last="link"`` would create links there."""
+    """Check that a fit can save to its folders in an object store. Raise ConfigError if this process cannot write
+    there, or if a ModelCheckpoint with ``save_last="link"`` would create links there."""
     strategy: Any = trainer.strategy
     writes = strategy.config.checkpoint.name is CheckpointFormat.sharded or rank_zero_only.rank == 0  # type: ignore[attr-defined]
     if trainer.state.fn != TrainerFn.FITTING or not writes:
@@ -213,7 +213,7 @@ def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: A
 
 
 def _with_last(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return ``args`` and ``kwargs`` of ``function``. If a ModelCheckpoint saves to an object store, replace
+    """Return ``args`` and ``kwargs`` for ``function``. If a ModelCheckpoint saves to an object store, replace
     ``ckpt_path="last"`` by the last checkpoint's address: Lightning would find none there, and begin a new run."""
     given = inspect.signature(function).bind(*args, **kwargs)
     if given.arguments.get("ckpt_path") == "last":
@@ -226,7 +226,7 @@ def _with_last(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwa
 
 
 def _refuse_fork(trains: bool) -> None:
-    """Raise ConfigError if this process has what a forked process could not use: CUDA, a process group, or, if the run
+    """Raise ConfigError if this process uses something that does not work after a fork: CUDA, a process group or, if
     ``trains``, autograd's threads. A backward starts these threads if torch sees a GPU or has computed on meta
     tensors."""
     for is_there, expected, got in (
@@ -262,7 +262,7 @@ def _thread_names() -> Iterator[str]:
 
 
 def _threads_survive() -> bool:
-    """Return whether a forked process can compute on several threads, by forking one that tries."""
+    """Fork a process that computes on several threads, and return whether it succeeds."""
 
     def compute() -> None:
         torch.set_num_threads(2)

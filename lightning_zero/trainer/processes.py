@@ -1,5 +1,5 @@
-"""Start, connect and end the processes of a run, for the strategies of the Trainer and of Fabric, and compare the
-processes that a launcher has started with those that the run expects."""
+"""Start, connect and end the processes of a run, for the strategies of the Trainer and of Fabric. Check that a launcher
+has started the processes that the run expects."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class Processes:
 
     @property
     def _is_led(self) -> bool:
-        """Return whether the environment has made the process group with another number of ranks than the Trainer's
-        arguments give, as under Ray Train, whose workers all have ``devices="auto"``."""
+        """Return whether the environment, not the Trainer's arguments, determines the number of ranks. This is so under
+        Ray Train, which makes the process group, and whose workers all have ``devices="auto"``."""
         environment, own = self.cluster_environment, self.num_nodes * self.num_processes
         if environment is None or environment.world_size() == own or not dist.is_initialized():
             return False
@@ -180,8 +180,8 @@ class Processes:
             self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
-        """Create the process group, unless it exists or this is a lone process in a notebook. Raise ConfigError if an
-        existing group has another number of ranks than the Trainer's arguments give. Collective."""
+        """Create the process group, unless it exists or this is a lone process in a notebook. Raise ConfigError if the
+        existing group's size differs from the number of ranks that the Trainer's arguments give. Collective."""
         Ended.failed = False  # all ranks survived the exception of an earlier run
         if dist.is_initialized() and (there := dist.get_world_size()) != self._n_ranks:
             raise ConfigError(
@@ -242,8 +242,8 @@ class Processes:
 
     @property
     def _waits(self) -> Waits | None:
-        """Return the Waits that watch for stalls in Lightning's collectives: the engine's, or before there is an
-        engine, that of the start of the run. None if there is no process group."""
+        """Return the Waits object that watches for stalls in Lightning's collectives: the engine's or, before sharding,
+        the one made at the start of the run. None if there is no process group."""
         engine = self._engine_that_waits
         return engine.comm.waits if engine is not None else self._start_waits
 
@@ -271,7 +271,7 @@ class Processes:
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
     def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
-        """During the body, let ranks that wait for this rank know that it is in ``what``, a collective of Lightning."""
+        """During the body, tell ranks that wait for this rank that it is in Lightning's collective ``what``."""
         waits = self._waits if group is None or group is dist.group.WORLD else None
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
@@ -288,15 +288,15 @@ class Processes:
 
 
 class Ended:
-    """Holds how the last run of this process ended. After an exception (``failed``) the process does not wait for other
-    ranks: see [Note: what a rank does when another dies]."""
+    """Says whether the last run of this process ended by an exception (``failed``). If so, the process does not wait
+    for other ranks: see [Note: what a rank does when another dies]."""
 
     failed = False
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group on all ranks at exit; otherwise gloo aborts at random. After an error this process
-    ends without: the destructor of a gloo group waits until messages time out that other ranks will never send."""
+    """Destroy the process group on all ranks at exit; otherwise gloo aborts at random. After an error do not destroy
+    it, because gloo's destructor would wait for messages that other ranks will never send."""
     if not dist.is_initialized():
         return
     with contextlib.suppress(Exception):
@@ -399,16 +399,16 @@ def check_srun(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _in_pod(environ: Mapping[str, str]) -> bool:
-    """Return whether ``RANK`` in ``environ`` is the number of a node, not of a process, as in a pod of a PyTorchJob."""
+    """Return whether ``RANK`` in ``environ`` is a node's rank, not a process's, as in a pod of a PyTorchJob."""
     return launched(environ) is None and environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def own_environment() -> ClusterEnvironment | None:
-    """If mpirun has started this process and Lightning does not detect it, set torchrun's variables and return
-    torchrun's environment; otherwise return ``None``. Lightning detects mpirun only if mpi4py is installed, and
-    Kubeflow's PyTorchJob only by a plugin, so for the latter this sets ``NODE_RANK``. Without the variables every
-    process would act as rank 0 and start further processes. Raises ConfigError if this process's rank or the address of
-    rank 0 is unknown."""
+    """If mpirun has started this process and Lightning does not detect this, set torchrun's variables and return
+    torchrun's environment; otherwise return ``None``. In a pod of Kubeflow's PyTorchJob set ``NODE_RANK``. Lightning
+    detects mpirun only if mpi4py is installed, and a PyTorchJob only by a plugin; without the variables every process
+    would act as rank 0 and start further processes. Raises ConfigError if this process's rank or the address of rank 0
+    is unknown."""
     place = launched()
     if _in_pod(os.environ):
         os.environ.setdefault("NODE_RANK", os.environ["RANK"])

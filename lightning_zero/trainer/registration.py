@@ -1,5 +1,5 @@
 """Register the presets (``zero3``, ...) as names of strategies when Lightning is imported, or at once if Lightning is
-imported already. In the same way let ``load_from_checkpoint`` also load folders (``zero/checkpoint=sharded``).
+imported already. At the same time extend ``load_from_checkpoint`` to load folders (``zero/checkpoint=sharded``).
 
 Each preset has an alias (``ddp_zero3``, ...) for packages that check by name or class whether a strategy is DDP.
 """
@@ -43,7 +43,7 @@ def register_presets() -> None:
 
 
 def _fill(module: ModuleType) -> None:
-    """Register the presets that are not yet in the registry of ``module``, or let ``module`` load folders."""
+    """Register the presets that are not yet in the registry of Lightning's ``module``, or let it load folders."""
     if module.__name__ in _LOADERS:
         module.pl_load = partial(_load, module.pl_load)  # type: ignore[attr-defined]
         return
@@ -85,9 +85,9 @@ def _make_strategy(module: str, name: str) -> Any:
 
 
 def _load(theirs: Any, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Load the checkpoint ``path`` for ``load_from_checkpoint``: by ``theirs``, Lightning's function, or if that fails
-    and ``path`` is a folder, as a checkpoint folder. (On a local disk Lightning fails with an OSError; in an object
-    store a folder may read as an empty file, so all exceptions are caught.)"""
+    """Load the checkpoint ``path`` for ``load_from_checkpoint``. Lightning's function ``theirs`` tries first; if it
+    fails and ``path`` is a folder, load a checkpoint folder. (On a local disk Lightning fails with an OSError; in an
+    object store a folder may read as an empty file, so all exceptions are caught.)"""
     try:
         return theirs(path, map_location=map_location, weights_only=weights_only)
     except Exception:

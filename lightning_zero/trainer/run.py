@@ -70,7 +70,6 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def _trainer_of_run(self) -> Any:
-        """Return the Trainer of the connected LightningModule; None without module or Trainer."""
         return self.lightning_module._trainer if self.lightning_module is not None else None
 
     @property

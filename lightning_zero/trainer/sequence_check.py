@@ -41,7 +41,7 @@ _SEED = 1
 
 
 class SequenceCheck:
-    """Checks that steps of a run give the same results on parts of sequences as on whole sequences. Trial steps change
+    """Checks that a run's steps give the same results on parts of sequences as on whole sequences. Trial steps change
     nothing in modules, optimizers, random numbers and logs. ``found``: results of the trial step under way, or None."""
 
     def __init__(self, module: Any, engine: Engine, steps: SequenceSteps, group: SequenceGroup) -> None:
@@ -52,8 +52,8 @@ class SequenceCheck:
         self.found: Found | None = None
 
     def before(self, name: str, step: Callable[..., Any], args: Any, *, together: bool) -> None:
-        """Run trial steps of ``name`` on short sequences cut from its batch: one on whole sequences, one on parts.
-        Raise ConfigError on all ranks if their results differ. Collective.
+        """Before the step ``name``, run two trial steps on short sequences cut from its batch: one on whole sequences,
+        one on parts. Raise ConfigError on all ranks if their results differ. Collective.
 
         Trials run once for each structure of batches, and again before steps 2, 4, 8, ... while some gradient is zero,
         because a zero gradient (behind weights that are initialized to zero) cannot show a difference.
@@ -93,7 +93,7 @@ class SequenceCheck:
         return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
 
     def _sums_of_parameters(self) -> dict[str, int]:
-        """Return, by parameter name, a checksum of this rank's elements, including values that users have written."""
+        """Return a checksum of this rank's elements of each parameter, by name. Users' writes are included."""
         engine, found = self._engine, dict[str, int]()
         engine.passes.wait_for_all()
         engine.passes.writes.take_all_over()
@@ -103,8 +103,8 @@ class SequenceCheck:
         return found
 
     def _compare(self, name: str, written: list[str], whole: Found, parts: Found, table: list[Any]) -> None:
-        """Raise ConfigError if the results ``whole`` and ``parts`` differ, or parameters were ``written``. ``table``:
-        each rank's results on parts."""
+        """Raise ConfigError if the results ``whole`` and ``parts`` differ, or if the step has changed parameters, whose
+        names are in ``written``. ``table``: each rank's results on parts."""
         if written:
             raise ConfigError(
                 f"zero.sequence_parallel: expected {name} not to change parameters, got a write to {written[0]}. "
@@ -162,7 +162,7 @@ class SequenceCheck:
         return found
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of the trial step. ``loss``: the loss of the whole sequences, also on parts. Collective."""
+        """Run the backward of the trial step. ``loss`` is that of whole sequences, also on parts. Collective."""
         assert self.found is not None
         self.found.losses.append(float(loss.detach()))
         scaler = self._module.trainer.precision_plugin.scaler
@@ -172,7 +172,7 @@ class SequenceCheck:
             self._module.backward(loss, *args, **kwargs)
 
     def _log(self, name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **more: Any) -> None:
-        """Record a number that the trial step logs. During the step this method replaces the module's ``log``."""
+        """Record a number that the trial step logs. During that step, this method replaces the module's ``log``."""
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             assert self.found is not None
             self.found.logged[name] = float(value), str(getattr(reduce_fx, "__name__", reduce_fx))

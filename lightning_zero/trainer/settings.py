@@ -21,13 +21,13 @@ strategies: WeakSet[Any] = WeakSet()
 
 @dataclass
 class RunPlan:
-    """Facts about a run that the program that starts it, such as ``lightning_zero.train``, gives to the strategy.
+    """Facts about a run, given to the strategy by the program that starts the run, such as ``lightning_zero.train``.
 
     Attributes:
         settings: the run's settings besides those of the strategy. Ranks compare them at the start: all must be equal.
         resumes_job: whether an earlier start of this job wrote the checkpoint to load. Such a checkpoint is verified
             unless ``zero.checkpoint.verify`` is false.
-        folder: the folder for checkpoints of signals and periodic saves; None: the Trainer's ``default_root_dir``.
+        folder: the folder for saves on signals and periodic saves; None: the Trainer's ``default_root_dir``.
         command_to_go_on: given a checkpoint's path, returns the command that resumes an interrupted run.
         optimizer_states: number of state tensors per parameter, for ``stage="auto"``; None: find out from the module.
         activations: memory of one micro-batch, or a function that returns it, for the table at the end of training.
@@ -44,7 +44,7 @@ class RunPlan:
 
 
 def settings_of(config: ZeroConfig | None, **settings: Any) -> ZeroConfig:
-    """Return ``config``, changed by ``settings``, the keywords of a strategy. Raise ConfigError for bad settings."""
+    """Return ``config`` with changes by ``settings``, a strategy's keywords. Raise ConfigError for bad settings."""
     # torch 2.13 warns on every rank about Lightning's own code, which users cannot change.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     config = make_config(config, **settings)

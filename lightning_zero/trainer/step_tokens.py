@@ -57,7 +57,7 @@ class StepTokens:
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the tensor on which to run the backward: ``loss`` (0-d) times its number of tokens / :data:`UNIT`.
-        Raise ConfigError if its tokens were not counted, RuntimeError if an earlier backward was not weighed."""
+        Raise ConfigError if its tokens were not counted, and RuntimeError if an earlier loss was not weighed."""
         tokens, self.of_next_backward = self.of_next_backward, None
         if tokens is None:
             raise ConfigError(
@@ -130,7 +130,7 @@ class StepTokens:
 def divide_by_tokens(module: pl.LightningModule, *optimizers: Optimizer) -> None:
     """With ``zero.loss=tokens`` and manual optimization, divide gradients by the step's number of tokens. Collective.
 
-    Call it after the last backward of a step, before gradients are read or clipped. Without ``zero.loss=tokens``, or
+    Call this after the last backward of a step, before gradients are read or clipped. Without ``zero.loss=tokens``, or
     under another strategy, it does nothing.
 
     Args:

@@ -1,4 +1,4 @@
-"""Run the Trainer's steps: on parts of sequences, with losses averaged over tokens, and with fingerprints, if set."""
+"""Run the Trainer's steps. Settings divide sequences among ranks, average losses over tokens, or add fingerprints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LongSequences(SequenceSteps):
         ranks: Ranks | None = None,
         tokens: StepTokens | None = None,
     ) -> None:
-        """Create the group of the ranks that share a sequence or a batch with this rank, if ``ranks`` has several.
+        """Create the group of the ranks that share a sequence or a batch with this rank, if there are such ranks.
         Raise ConfigError if sequences are divided and the module is compiled. ``tokens``: counts the tokens of training
         steps; None: do not count. Collective."""
         self.group: SequenceGroup | None = None
@@ -88,9 +88,9 @@ class LongSequences(SequenceSteps):
             self._shared_batches.check_grads()
 
     def seed_alike(self) -> None:
-        """Seed the random generators of the ranks that share a batch alike, unless their states are equal: dropout, and
-        layers that a step chooses at random, must agree. Without ``seed_everything`` each process starts with another
-        seed. Collective."""
+        """Seed the generators of ranks that share a batch or a sequence with the same number, unless their states are
+        equal. Dropout and randomly chosen layers must agree on these ranks, but without ``seed_everything`` each
+        process starts with a different seed. Collective."""
         group = self.group if self._shared_batches is None else self._shared_batches.group
         if group is None:
             return
@@ -105,7 +105,7 @@ class LongSequences(SequenceSteps):
         return self._check if self._check is not None and self._check.found is not None else None
 
     def check(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, *, together: bool = True) -> None:
-        """Before the step ``name``, compare trial steps on whole sequences and on parts:
+        """Before the step ``name``, compare trial steps on whole sequences and on parts; see
         :meth:`SequenceCheck.before`."""
         if self._check is not None:
             self._check.before(name, step, (*args, *kwargs.values()), together=together)
@@ -132,8 +132,8 @@ class LongSequences(SequenceSteps):
     def _random_numbers_of_a_part(self) -> Iterator[None]:
         """During the body, seed torch differently on the ranks that share a sequence, so that their dropout differs.
 
-        The seed is a number drawn from torch's generator (whose state is equal on these ranks, and in checkpoints) plus
-        the rank. Python's and NumPy's generators stay equal on these ranks: models may choose layers by them.
+        The seed is the rank plus a number drawn from torch's generator, whose state is equal on these ranks and saved
+        in checkpoints. Python's and NumPy's generators, by which models may choose layers, stay equal on these ranks.
         """
         if self.group is None:
             yield
@@ -156,7 +156,7 @@ def _set(generators: Generators, accelerator: Any) -> None:
 
 
 class Steps:
-    """Runs the steps of one run. Most methods take the method of Lightning's strategy that they wrap as an argument.
+    """Runs the steps of one run. Most methods wrap a method of Lightning's strategy, which they take as an argument.
 
     Attributes:
         sequences: cuts batches into parts of sequences, and holds the :class:`StepTokens` for ``zero.loss=tokens``.
@@ -169,7 +169,7 @@ class Steps:
         self._evaluation_begins = False
 
     def begin_run(self) -> None:
-        """Prepare for steps of the module, which is sharded now. Collective."""
+        """Prepare for the run's steps. Call this method after sharding. Collective."""
         run = self._run
         tokens = StepTokens(run.engine) if run.config.loss is LossMean.tokens else None
         run.engine.passes.sharded_grads.undivided = False  # an earlier run may have been cut off in a step
@@ -234,8 +234,8 @@ class Steps:
             pass
 
     def _sync_buffers_once(self) -> bool:
-        """Before the first step of an evaluation, broadcast rank 0's buffers, except with manual optimization:
-        evaluation steps change no buffers. Return whether the next step is the first."""
+        """Before the first step of an evaluation, broadcast rank 0's buffers, except with manual optimization. Later
+        steps need no broadcast, because they change no buffers. Return whether the next step is the first."""
         begins, self._evaluation_begins = self._evaluation_begins, False
         if begins and not self._is_manual:
             self._run.engine.passes.buffers.sync(evaluates=True)
@@ -253,7 +253,7 @@ class SharedBatches:
         self._checked: set[str] = set()  # gradients that were not zero on some rank
 
     def note(self, name: str, grad: Tensor) -> None:
-        """Add up ``grad``, a gradient of the unsplit parameter ``name``, in sums that :meth:`check_grads` compares."""
+        """Add ``grad``, a gradient of the unsplit parameter ``name``, to the sums that :meth:`check_grads` compares."""
         if name not in self._checked:
             self._rounding = max(self._rounding, torch.finfo(grad.dtype).eps)
             flat = grad.detach().float().flatten()
@@ -264,8 +264,8 @@ class SharedBatches:
         """Raise ConfigError on all ranks if a parameter that is not split has different gradients on ranks that share a
         batch, because then each rank has only a part of the sum. Collective.
 
-        Compares the first gradients that are not zero (behind a layer that begins with zeros all are zero), and all
-        gradients in backwards 2, 4, 8, ... They must agree to half the digits of their dtype."""
+        A parameter is compared until its gradient is not zero (behind a layer initialized to zero it is zero), and
+        again in backwards 2, 4, 8, ... Gradients must agree to half the digits of their dtype."""
         own, self._sums = {name: total.tolist() for name, total in self._sums.items()}, {}
         found = self.group.gather_objects((own, self._rounding), f"first gradients ({KEY})")
         rounding = max(eps for _, eps in found)
@@ -322,7 +322,8 @@ def fingerprints(engine: Engine) -> Tensor:
 
 @outside_autograd
 def differing_replicas(engine: Engine) -> Tensor:
-    """Return ``[units] bool`` on the device: whether parameters that all ranks hold whole differ. Collective."""
+    """Return whether ranks have different copies of a unit's whole parameters: ``[units] bool``, on the device.
+    Collective."""
     groups = engine.comm.ranks.tensor, engine.comm.ranks.expert
     place = {1: 0} | {group.size: group.index for group in groups}
     sizes = sorted(place)  # numbers of parts
@@ -358,7 +359,7 @@ class Fingerprints:
         self._waits = step, fingerprints(self._engine), differ
 
     def step(self, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Run the optimizer step ``step(closure)`` and return its result. If fingerprints are due, compare the ranks'
+        """Run the optimizer step ``step(closure)`` and return its result. If fingerprints are due, compare ranks'
         copies of whole parameters before the step, and compute fingerprints after it. Collective.
 
         Raises RuntimeError on all ranks if these copies differed when fingerprints were last due.

@@ -133,8 +133,8 @@ class ZeroStrategy(Run):
 
     @contextlib.contextmanager
     def step_scope(self, key: str = "step_scope") -> Generator[None, None, None]:
-        """Let the body call the module outside of a Lightning step, for example to generate text. Calls with the same
-        ``key`` share one recorded order of gathers. Collective."""
+        """Context manager in which to call the module outside of a Lightning step, for example to generate text. Calls
+        with the same ``key`` share one plan of gathers. Collective."""
         precision = self.precision_plugin.forward_context()
         with torch.no_grad(), precision, self.engine.step_scope(key, evaluation=True):
             yield
@@ -149,7 +149,7 @@ class ZeroStrategy(Run):
 
         Raises:
             ConfigError: the folder is not empty, or some rank does not see it.
-            Exception: writing failed. All ranks raise it, with the folder and the cause.
+            Exception: writing failed. All ranks raise this error, with the folder and the cause.
         """
         wanted, nbytes = parse_dtype("export(dtype=)", dtype), parse_bytes("export(shard_size=)", shard_size)
         export(self.engine, self.broadcast(str(path)), wanted, nbytes)
@@ -222,7 +222,7 @@ class ZeroStrategy(Run):
         self._module = module
 
     def _check_before_start(self, model: pl.LightningModule) -> None:
-        """Raise ConfigError, before processes start, if there is no C++ compiler to compile ``model``, or if this host
+        """Raise ConfigError before processes start if the C++ compiler that ``model`` needs is missing, or if this host
         lacks memory for the whole model after the fit."""
         refuse_scripted(model)
         if needs_compiler(model):
@@ -248,7 +248,7 @@ class ZeroStrategy(Run):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create the body's tensors on the host, or with ``empty_init`` on meta, as the device may be too small."""
+        """Create the body's tensors on the host, or with ``empty_init`` on meta: the device may be too small."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
@@ -417,7 +417,7 @@ class ZeroStrategy(Run):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Let the body's backwards only accumulate gradients at stages 0 and 1. Stages 2 and 3 still reduce them."""
+        """At stages 0 and 1, only accumulate gradients of backwards in the body. Stages 2 and 3 still reduce them."""
         with self.engine.passes.reducer.no_sync():
             yield
 
@@ -474,7 +474,6 @@ class ZeroStrategy(Run):
         self._checkpoints.end()
 
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
-        """After training, print the bytes that rank 0 holds and the bytes that were planned, by role and tier."""
         trained, self._trained = self._trained, False
         if trained and self._shows_tables:
             found = self.run_plan.activations
@@ -502,8 +501,8 @@ pl.strategies.SingleDeviceStrategy.register(ZeroStrategy)
 
 
 class DDPZeroStrategy(ZeroStrategy):
-    """The strategy of ``Trainer(strategy="ddp_zero3")``: an instance of DDPStrategy for packages that check the class.
-    Lightning checks the class too, so a run on one device counts as distributed, as under DDP."""
+    """The strategy of ``Trainer(strategy="ddp_zero3")``. Packages that check the class take it for a DDPStrategy. So
+    does Lightning, for which a run on one device therefore counts as distributed, as under DDP."""
 
 
 pl.strategies.DDPStrategy.register(DDPZeroStrategy)

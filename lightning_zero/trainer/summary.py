@@ -24,7 +24,7 @@ Held = tuple[str, str, int, int | None]  # role, tier, bytes planned and measure
 
 
 def setup_of(engine: Engine) -> dict[str, str | int]:
-    """Return a run's stage, offload, precision and numbers of ranks and parameters, by name, for results.json."""
+    """Return a run's stage, offload, precision, and numbers of ranks and parameters, as entries of results.json."""
     rows = {key: getattr(engine.config, key).name.name for key in ("stage", "offload")}
     numbers = {
         "ranks": engine.comm.world_size,
@@ -34,8 +34,8 @@ def setup_of(engine: Engine) -> dict[str, str | int]:
 
 
 def _where(unit: Unit) -> str:
-    """Return where the unit's values are kept, as text: the name of a tier if all are on one, else ``parameters device,
-    gradients host, optimizer nvme``."""
+    """Return text that says where the unit's values are kept: the tier's name if they are all on one tier, else for
+    example ``parameters device, gradients host, optimizer nvme``."""
     rows = [b.plan.tiers for b in unit.buckets]
     row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # tiny buckets may stay on the device
     if len(set(row)) == 1:
@@ -81,7 +81,7 @@ def print_units(engine: Engine) -> None:
 
 
 def held_rows(engine: Engine, micro_batches: int, activations: Activations | None = None) -> list[Held]:
-    """Return rows (role, tier, bytes planned, bytes measured) of this rank at the end of a run, and a last row with the
+    """Return this rank's rows (role, tier, bytes planned, bytes measured) at the end of a run. The last row has the
     peak bytes of a step, which are measured only on GPUs (else None)."""
     engine.passes.after_step.wait_for_all()  # no agreement, since other ranks do not call this
     buckets, states = plan_of(engine), state_tensors(engine)

@@ -1,9 +1,8 @@
 """Let ranks have different numbers of batches, by extending the data fetcher from which Lightning's loops take batches.
 
 A training epoch ends on all ranks after the last batch that all ranks have or, with ``zero.uneven=join``, after the
-last batch that any rank has. An evaluation continues until no rank has batches left: at stages that reshard, a rank
-without a batch, or whose next batch is of a later loader, takes part in the steps of other ranks without running the
-module.
+last batch that any rank has. An evaluation continues until no rank has batches left. At stages that reshard, a rank
+takes part in other ranks' steps, without running the module, if it has no batch or its next one is of a later loader.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from lightning_zero.lightning_api import PrefetchDataFetcher, sized_len
 from lightning_zero.settings import ConfigError, Uneven
 from lightning_zero.trainer.adapted import adapt
 
-LAST = 2**31  # number of a loader after all others: this rank has no more batches
+LAST = 2**31  # larger than any loader's index: this rank has no more batches
 
 
 class EndsTogether(PrefetchDataFetcher):
@@ -73,14 +72,14 @@ class EndsTogether(PrefetchDataFetcher):
         return super().__next__()
 
     def states_to_save(self, *, ended: bool) -> Sequence[Any]:
-        """Return the states of loaders from which this rank resumes: before the batch that was fetched ahead, if any.
-        Return an empty list if the epoch has ``ended`` with batches left on some rank."""
+        """Return the loaders' states from which this rank resumes, not counting a batch that was fetched ahead. Return
+        [] if the epoch is over (``ended``) and some rank had batches left."""
         if ended and self.leaves:
             return []
         return self.states if self.batches else self.combined_loader._state_dicts()
 
     def agree(self) -> None:
-        """End the epoch if any rank has no more batches; warn the first time if other ranks have some. Collective."""
+        """End the epoch if any rank has no more batches. Warn once if other ranks have some. Collective."""
         if self.most is not None:
             return
         out, more = self.strategy.engine.comm.max_(torch.tensor([self.done, not self.done], dtype=torch.int64)).tolist()
@@ -162,8 +161,8 @@ def _say(batches: dict[int, Any]) -> None:
 
 
 def end_together(loop: Any) -> None:
-    """Make the epochs of ``loop``, a fit loop that has just set up its data, end on all ranks together. Raise
-    ConfigError if its model cannot be trained with ``zero.uneven=join``. Collective."""
+    """Let all ranks end epochs together. ``loop``: a fit loop that has just set up its data. Raise ConfigError if its
+    model cannot be trained with ``zero.uneven=join``. Collective."""
     trainer, fetcher = loop.trainer, loop._data_fetcher
     strategy = trainer.strategy
     states, is_out = strategy._checkpoints.loaders.take()
@@ -207,7 +206,7 @@ def end_together(loop: Any) -> None:
 
 
 def states_to_save(loop: Any) -> Sequence[Any] | None:
-    """Return the states of this rank's loaders for a save; None: save the present states of the loaders."""
+    """Return the states of this rank's loaders for a save, or None if their present states are to be saved."""
     if not isinstance(fetcher := loop._data_fetcher, EndsTogether):
         return None
     progress = loop.epoch_loop.batch_progress
@@ -215,7 +214,7 @@ def states_to_save(loop: Any) -> Sequence[Any] | None:
 
 
 def _lengths(fetcher: Any, limits: Sequence[float]) -> list[float]:
-    """Return each loader's entry in ``limits``; inf for a loader without a length, as it may have fewer batches."""
+    """Return each loader's entry in ``limits``; inf for a loader without a length, which may have fewer batches."""
     loaders = fetcher.combined_loader.flattened
     return [math.inf if sized_len(loader) is None else most for loader, most in zip(loaders, limits, strict=True)]
 
@@ -241,8 +240,8 @@ class ServesOthers(PrefetchDataFetcher):
         return item
 
     def _first(self, own: int) -> int:
-        """Return the number of the first loader that has the next batch of any rank; LAST if no rank has a batch.
-        ``own``: the number of the loader of this rank's next batch. Collective."""
+        """Return the smallest index of a loader from which some rank's next batch comes; LAST if no rank has a batch.
+        ``own``: the index of the loader of this rank's next batch. Collective."""
         passes = self.strategy.engine.passes
         high, low = passes.comm.max_(torch.tensor([own, -own], dtype=torch.int64)).tolist()
         passes.order.apart = high != -low
@@ -250,7 +249,7 @@ class ServesOthers(PrefetchDataFetcher):
 
 
 def serve_others(strategy: Any) -> None:
-    """Let ranks have different numbers of batches of the evaluation that begins. Collective."""
+    """Let ranks have different numbers of batches in the evaluation that begins. Collective."""
     engine, trainer = strategy.engine, strategy.lightning_module.trainer
     if engine.comm.world_size == 1 or not any(unit.reshards for unit in engine.units):
         return

@@ -43,8 +43,8 @@ def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
 
 
 class _Tensors(nn.Module):
-    """A module whose parameters are this rank's master shards, and whose buffers are the engine's module's, which
-    torch's AveragedModel can average."""
+    """A module that torch's AveragedModel can average: its parameters are this rank's master shards, its buffers those
+    of the sharded module."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class ShardedAverage(AveragedModel):
         whole_params.masters_changed(self.engine)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the averages as full tensors, with values on rank 0 only; as each rank's own parts if checkpoints are
-        folders; without values if all ranks write ranges of the file. Collective."""
+        """Return the averages as full tensors, with values on rank 0 only. If checkpoints are folders, return each
+        rank's own parts instead; if all ranks write ranges of the file, tensors without values. Collective."""
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
@@ -126,7 +126,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:
-        """Move the average of bucket ``number`` to the range and tier that a restage will give the bucket's masters."""
+        """Move the average of the bucket at index ``number`` to the range and tier that a restage gives its masters."""
         average = self.module.get_parameter(str(number))
         device = average.device
         if self._beside_masters:
@@ -166,7 +166,7 @@ class ShardedAverage(AveragedModel):
 
 
 class StochasticAverage(ShardedAverage):
-    """The average of a StochasticWeightAveraging callback, made of shards. Its state dict is that of the module."""
+    """The average of a StochasticWeightAveraging callback, made of shards. Its state dict has the module's keys."""
 
     @outside_autograd
     def average(self, n_averaged: Tensor, avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -204,8 +204,8 @@ class StochasticAverage(ShardedAverage):
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
-    """After sharding, replace the average of each averaging callback by an average of shards, and load the averages of
-    a checkpoint that is being resumed. Collective."""
+    """After sharding, replace each averaging callback's average by an average of shards. If the run resumes, load the
+    checkpoint's averages. Collective."""
     for stochastic in _stochastic(trainer):
         waiting: Any = stochastic._average_model
         average = StochasticAverage(engine, trainer.strategy, use_buffers=False, device=stochastic._device)
@@ -295,7 +295,7 @@ class AveragesShards(WeightAveraging):
 
     @property
     def _sharded(self) -> ShardedAverage | None:
-        """Return the average; None if it is no ShardedAverage. Raise RuntimeError if its module has a new engine."""
+        """Return the average, or None if it is not sharded. Raise RuntimeError if its module has a new engine."""
         average: Any = self._average_model
         if not isinstance(average, ShardedAverage):
             return None

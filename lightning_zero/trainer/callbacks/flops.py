@@ -17,8 +17,8 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts FLOPs of the body's matrix products, convolutions and attention by torch's formulas. Attributes:
-    ``forward``, the FLOPs in forwards, and ``backward``, the FLOPs in backwards, including recomputation.
+    """Counts FLOPs of matrix products, convolutions and attention in the body by torch's formulas: ``forward`` in
+    forwards, and ``backward`` in backwards, including recomputation.
 
     torch's own ``FlopCounterMode`` is not used: it leaves hooks on modules and tensors.
     """
@@ -29,7 +29,7 @@ class FlopCount(TorchDispatchMode):
 
     @property
     def of_model(self) -> int:
-        """Return FLOPs that the model needs, without recomputation: a backward counts as at most twice its forward."""
+        """Return the model's FLOPs without recomputation, assuming that backwards need at most twice ``forward``."""
         return self.forward + min(self.backward, 2 * self.forward)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

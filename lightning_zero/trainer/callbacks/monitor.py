@@ -1,4 +1,4 @@
-"""ZeroMonitor: logs speed, memory by role and tier, and how long computation waited."""
+"""ZeroMonitor: logs speed, memory by role and tier, and the time that computation waited."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ZeroMonitor(Callback):
         zero/tflops_per_s            model FLOP/s of one device, in 1e12, if the FLOPs of a batch are known
         zero/mfu                     model FLOP/s divided by the device's peak FLOP/s, if the peak is known too
         zero/bytes/<role>/<tier>     bytes between steps: compute_param, master_param, grad, optim_state, staging
-        zero/bytes_over_plan         these bytes without staging, summed, divided by the planned sum
+        zero/bytes_over_plan         the sum of these bytes, without staging, divided by the planned sum
         zero/grad_norm               the newest gradient norm that has reached the host, with gradient_clip_val
         zero/skipped_steps           steps skipped because of gradients that were not finite, if steps can be skipped
         zero/loss                    the last step's mean loss over all its tokens, with zero.loss=tokens
@@ -54,7 +54,7 @@ class ZeroMonitor(Callback):
     Speeds are averages over the last ten logs; other metrics cover the time since the last log.
 
     Model FLOPs are counted during the first batch with torch's formulas, or taken from the module's attribute
-    ``flops_per_batch`` (forward and backward of one batch, divided by the ranks that share a sequence). Compiled
+    ``flops_per_batch``: FLOPs of the forward and backward of one whole batch, even if ranks share sequences. Compiled
     modules need this attribute. Raises ConfigError under other strategies.
 
     Args:
@@ -239,7 +239,7 @@ class ZeroMonitor(Callback):
 
 
 def at_rest(held: Bytes) -> int:
-    """Return the sum of the bytes in ``held``, without those of staging buffers."""
+    """Return the sum of the bytes in ``held``, without staging buffers."""
     return sum(nbytes for (role, _), nbytes in held.items() if role in RESTING)
 
 
@@ -264,7 +264,7 @@ def _kinds(engine: Engine) -> set[str]:
 
 
 def batch_size(batch: Any) -> tuple[int, int]:
-    """Return numbers of samples and tokens in a batch; 0: unknown. Tokens are integers of shape [samples, length]."""
+    """Return the numbers of samples and tokens in a batch, 0 if unknown. Tokens are integers ``[samples, length]``."""
     parts = (batch.get("input_ids"), batch) if isinstance(batch, Mapping) else batch
     first = next((tensor for tensor in find_tensors(parts) if tensor.dim()), None)
     if first is None:

@@ -2,8 +2,8 @@
 
 ModelPruning runs while all parameters are gathered. It turns ``weight`` into the parameter ``weight_orig``, the buffer
 ``weight_mask`` and a hook. The parameter object stays the same, so the engine and the optimizers keep it. Masks, and
-the weights that the hook computes, are not sharded. BaseFinetuning compares parameters; sharded ones have no values, so
-they are compared by identity.
+the weights that the hook computes, are not sharded. BaseFinetuning compares values of parameters, but sharded
+parameters have none, so they are compared by identity.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PrunesShards(ModelPruning):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Apply masks to the state dict in ``checkpoint``. Lightning's method alone would make another state dict."""
+        """Apply masks to the state dict in ``checkpoint``. Lightning's method alone would build a new state dict."""
         if engine_of(pl_module) is None:
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
             return

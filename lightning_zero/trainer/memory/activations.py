@@ -1,7 +1,7 @@
 """Measure the memory that a micro-batch needs besides parameters, by one forward and backward on fake tensors.
 
-A copy of the module runs its own ``training_step``; every storage counts until it is freed. Fake tensors are on a fake
-CPU, so scratch memory of GPU kernels does not count.
+A copy of the module runs its own ``training_step``, and every storage counts until it is freed. Fake tensors are on a
+fake CPU, so scratch memory of GPU kernels does not count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class NotMeasured(ConfigError):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts bytes of the storages that the body's operations create: ``now``, and ``most`` since :meth:`restart`.
+    """Counts the bytes of storages that operations in the body create: ``now`` is their current sum, ``most`` the
+    largest sum since :meth:`restart`.
 
     ``flops``: the body's FLOPs by torch's formulas. torch's own counter would keep tensors of checkpointed calls alive.
     """
@@ -97,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _Begins(torch.autograd.Function):
-    """Returns its input unchanged, and calls ``begins`` when the backward reaches it."""
+    """Returns its input unchanged, and calls ``begins`` when the backward reaches this point."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, begins: Callable[[], None]) -> Tensor:
@@ -217,7 +218,7 @@ class _Measurement:
         self._sharers = OnPaper(config.sequence_parallel)
 
     def _again(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward ``inner`` on the whole batch, with activation checkpointing, and return its output."""
+        """Run a unit's forward ``inner`` with activation checkpointing, and return its output."""
         args, kwargs = without_empty_caches(type(module), args, kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
@@ -318,8 +319,8 @@ def _keep_output_dtype(module: nn.Module) -> None:
 def measure_sizes(
     module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
 ) -> ByBatchSize:
-    """Return activations measured for ``batch`` and for twice its samples, from which other sizes are interpolated; if
-    the larger batch fails, only for ``batch``. Raise NotMeasured if ``batch`` itself cannot be measured."""
+    """Measure activations for ``batch`` and for a batch of twice its size. Other sizes are interpolated from the two;
+    if the larger batch fails, only ``batch``'s size is known. Raise NotMeasured if ``batch`` cannot be measured."""
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)
@@ -339,7 +340,7 @@ def measure_sizes(
 
 
 def of_size(batch: Any, size: int, wanted: int) -> Any:
-    """Return a batch like ``batch``, with ``wanted`` samples instead of ``size``, as tensors on meta."""
+    """Return a batch like ``batch``, but with ``wanted`` samples instead of ``size``. The new tensors are on meta."""
     made: dict[int, Any] = {}  # a tensor given twice stays one tensor
 
     def resized(value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Choose stage and offload for ``zero/stage=auto`` when a run starts: rank 0 chooses, from all ranks' free memory. And
-refuse parameters for which hosts without GPUs lack memory, before they are allocated.
+"""Choose stage and offload for ``zero/stage=auto`` when a run starts: rank 0 chooses by all ranks' free memory. Also
+refuse a model whose parameters do not fit into the memory of hosts without GPUs, before the parameters are allocated.
 
 ::
 
@@ -58,7 +58,7 @@ class Decision:
     """The chosen stage and offload, and the reason.
 
     Attributes:
-        samples: the largest micro-batch per rank that fits, by the plan; None if not known.
+        samples: the largest micro-batch per rank that fits according to the plan; None if not known.
         fitting: whether the choice was made for a fit, not for an evaluation.
     """
 
@@ -87,8 +87,8 @@ class Auto:
     decision: Decision | None = None
 
     def decide(self, strategy: Run, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-        """If ``stage=auto``, choose stage and offload, and set them in ``strategy.config``; keep an earlier choice for
-        a fit. All ranks raise ConfigError if no stage fits. Collective."""
+        """If ``stage=auto``, choose stage and offload, and set them in ``strategy.config``. An earlier choice is kept
+        if it was made for a fit. All ranks raise ConfigError if no stage fits. Collective."""
         asked, before = self.asked, self.decision
         if asked is None or (before is not None and (before.fitting or not fitting)):
             return
@@ -137,7 +137,7 @@ class _Place(NamedTuple):
 
 
 def _settings(asked: ZeroConfig) -> OffloadConfig:
-    """Return the offload settings. Under ``auto``, LIGHTNING_ZERO_NVME_PATH is the folder for files if none is set."""
+    """Return the offload settings. Under ``auto``, the folder for files defaults to LIGHTNING_ZERO_NVME_PATH."""
     path = asked.offload.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     if asked.offload.name is not Offload.auto or path is None:
         return asked.offload
@@ -152,7 +152,7 @@ def _place(strategy: Run, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: Run) -> Machine:
-    """Return the planner's machine. ``places``: each rank's host and free bytes. The smallest bytes are used."""
+    """Return the Machine to plan for. ``places``: one per rank, of which the smallest free memory and disk count."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(
@@ -222,7 +222,7 @@ def activations_of(
 
 
 def batch_from(loaders: Any) -> Any:
-    """Return a batch of the first samples of a loader, or of each of several loaders, without samplers or workers."""
+    """Return a batch of a loader's first samples, or one for each of several loaders. Uses no samplers or workers."""
     if isinstance(loaders, Mapping):
         return {key: batch_from(value) for key, value in loaders.items()}
     if isinstance(loaders, (list, tuple)):
@@ -272,7 +272,7 @@ def check_host_room(strategy: Run, module: nn.Module, config: ZeroConfig) -> Non
 
 
 def _needed(strategy: Run, module: nn.Module, config: ZeroConfig) -> int:
-    """Return the bytes that this rank's shards take beyond the module's values; 0 if no parameter is on meta."""
+    """Return how many more bytes this rank's shards take than the module does now; 0 if no parameter is on meta."""
     if not any(param.is_meta for param in module.parameters()):
         return 0
     units = describe_units(module, config, strategy.precision_plugin.row)

@@ -32,8 +32,8 @@ CPU = torch.device("cpu")
 
 
 class _Stand:
-    """Replaces the Trainer of a fake copy. Has ``optimizers`` of its own; other attributes are those of the run's
-    Trainer, or of a new one."""
+    """Replaces the Trainer of a fake copy. It has its own ``optimizers``, and all other attributes of ``trainer``, or
+    of a new Trainer if that is None."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self.__dict__.update(_trainer=trainer or _new_trainer(), optimizers=optimizers)
@@ -43,7 +43,6 @@ class _Stand:
 
 
 def _new_trainer() -> pl.Trainer:
-    """Return a new Trainer for one CPU process, marked as training, with an unlimited number of epochs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about GPUs that it does not use
         trainer = pl.Trainer(
@@ -63,7 +62,7 @@ def _new_trainer() -> pl.Trainer:
 def fake_copy(
     module: pl.LightningModule, dtypes: Mapping[int, torch.dtype], mode: FakeTensorMode
 ) -> pl.LightningModule:
-    """Copy ``module`` with fake tensors. ``dtypes``: the tensors' new dtypes, by ``id``. Tied parameters stay tied."""
+    """Copy ``module`` with fake tensors. ``dtypes`` maps ids of tensors to new dtypes. Tied parameters stay tied."""
     memo = _without_owners(module)
     with mode:
         for param in module.parameters():
@@ -87,13 +86,13 @@ def meta_copy(module: nn.Module) -> nn.Module:
 
 
 def _without_owners(module: nn.Module) -> dict[int, Any]:
-    """Return a memo with which ``copy.deepcopy`` leaves the Trainer and Fabric of ``module`` out."""
+    """Return a memo for ``copy.deepcopy`` that leaves out the Trainer and Fabric of ``module``."""
     return {id(module.__dict__.get(owner)): None for owner in ("_trainer", "_fabric")} | {id(None): None}
 
 
 def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
-    """Change the copy ``module`` so that its trainer is a stand-in, it logs nothing, has no schedulers, issues no
-    collectives, and ``manual_backward`` calls ``backward``."""
+    """Change the copy ``module`` so that it logs nothing and issues no collectives. It gets a stand-in for a Trainer
+    and no schedulers, and its ``manual_backward`` calls ``backward``."""
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
     module.__dict__["_trainer"] = _Stand(trainer, optimizers)
 
@@ -114,7 +113,7 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
 
 
 def give_fake_optimizers(module: pl.LightningModule) -> None:
-    """Let a manually optimized copy's ``optimizers()`` return as many do-nothing optimizers as the copy configures."""
+    """Let ``optimizers()`` of a manually optimized copy return as many optimizers as it configures. They do nothing."""
 
     class Nothing:
         param_groups = ({"lr": 0.0},)
@@ -134,7 +133,7 @@ def give_fake_optimizers(module: pl.LightningModule) -> None:
 def states_of(
     module: pl.LightningModule, trainer: Any, units: Sequence[UnitGroup], config: ZeroConfig
 ) -> tuple[int | TensorStates, str]:
-    """Return the planned state of ``module``'s optimizers, and "". If it is unknown, return Adam's number of state
+    """Return the state that ``module``'s optimizers will have, and "". If it is unknown, return Adam's number of state
     tensors, and the reason."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -156,8 +155,8 @@ def states_of(
 
 
 def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> list[RemovableHandle]:
-    """Register hooks that drop a parameter's gradient when it arrives, then call the parameter's function in
-    ``wanted``. Return the handles."""
+    """Register a hook on each parameter in ``wanted`` that drops the gradient when it arrives, then calls the
+    parameter's function. Return the handles."""
 
     def drop(arrived: Callable[[], None], param: Tensor) -> None:
         param.grad = None
@@ -168,7 +167,7 @@ def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """In the body, move parameters to meta when modules register them. Other tensors keep values, for code to read."""
+    """In the body, move parameters to meta when modules register them. Other tensors keep their values."""
 
     def move_to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:  # a tied parameter stays one object
@@ -208,7 +207,7 @@ def planned_states(
     Args:
         optimizers: optimizers, which stay unchanged. Their parameters can be on meta, or fake tensors.
         message_nbytes: bytes of gradients in transit at a time.
-        param_of: returns the parameter in ``units`` of which an optimizer's parameter is a copy.
+        param_of: given an optimizer's parameter, returns the parameter in ``units`` that it is a copy of.
     """
     stepped_whole = [is_stepped_whole(o, settings.sharding) for o in optimizers]
     if not any(stepped_whole):

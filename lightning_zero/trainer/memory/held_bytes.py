@@ -60,8 +60,8 @@ def held_bytes(engine: Engine) -> Bytes:
 
 
 def _in_files(engine: Engine, total: int) -> Bytes:
-    """Divide ``total`` bytes in files by role: parameters and masters have the planned bytes, optimizer state the
-    rest."""
+    """Divide the ``total`` bytes in files among roles: parameters and masters have the planned bytes, optimizer state
+    has the rest."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
         for role, tier, nbytes in at_rest(bucket.plan, engine.comm.rank, state=(), moment=Moment.cleared):
@@ -105,7 +105,7 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
 
 
 def planned_now(engine: Engine, held: Bytes) -> Bytes:
-    """Return the bytes planned between two steps by role and tier; without gradients if ``held`` has none."""
+    """Return the planned bytes between two steps, by role and tier. Gradients count if ``held`` has some."""
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
     moment = Moment.cleared if gone else Moment.reduced
     return planned_bytes(plan_of(engine), engine.comm.shard.index, state_tensors=state_tensors(engine), moment=moment)

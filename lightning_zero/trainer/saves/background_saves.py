@@ -47,8 +47,8 @@ class _Failure(NamedTuple):
 
 
 class BackgroundSaves:
-    """Runs a strategy's background saves, one at a time. ``may_fail``: whether training goes on if the save fails,
-    equal on all ranks. ``spare``: memory that the next save reuses for its copies of shards."""
+    """Runs a strategy's background saves, one at a time. ``may_fail``: whether training continues if the save fails;
+    the same on all ranks. ``spare``: memory that the next save reuses for its copies of shards."""
 
     def __reduce__(self) -> Any:
         return type(self), ()  # a copied strategy starts without saves
@@ -64,7 +64,7 @@ class BackgroundSaves:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a save was begun and no :meth:`wait` has followed. The same on all ranks."""
+        """Return whether a save has begun and :meth:`wait` has not been called since. The same on all ranks."""
         return self._last is not None
 
     @property
@@ -143,7 +143,7 @@ class BackgroundSaves:
         self._last = self._threads.submit(run)
 
     def wait(self, long_work: LongWork = SILENT) -> None:
-        """Wait until this rank's thread is idle. Raise the save's error, with file and cause."""
+        """Wait until this rank's thread is idle. If the save failed, raise its error, with file and cause."""
         last, self._last = self._last, None
         if last is not None:
             long_work.wait(last, f"saving {self._name}", self._count)

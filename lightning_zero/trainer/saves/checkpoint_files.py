@@ -51,8 +51,8 @@ class CheckpointFiles(Processes):
         self._checkpoint_io = io
 
     def _put_values(self, engines: Iterable[Engine], checkpoint: dict[str, Any], save: RangeSave | None = None) -> None:
-        """Replace parameters of ``engines`` that ``checkpoint`` holds (in hyperparameters, states of callbacks) by
-        parameters with their values. Collective."""
+        """Replace sharded parameters of ``engines`` in entries of ``checkpoint`` (hyperparameters, states of callbacks)
+        by parameters that hold the values. Collective."""
         for engine in engines:
             make: Make = partial(whole_values, checkpoint)
             if self.config.checkpoint.name is CheckpointFormat.sharded:
@@ -70,7 +70,7 @@ class CheckpointFiles(Processes):
 
         Raises:
             ConfigError: there are storage ``options``.
-            Exception: writing failed. All ranks raise it, with the folder and the cause.
+            Exception: writing failed. All ranks raise this error, with the folder and the cause.
         """
         if options is not None:
             raise ConfigError(
@@ -85,7 +85,7 @@ class CheckpointFiles(Processes):
         self, path: Any, weights_only: bool | None, *, verified: bool, of_trainer: bool = True
     ) -> dict[str, Any]:
         """Return the checkpoint in a file or folder; if ``verified``, first compare it with its checksums.
-        ``of_trainer``: name the module's entry ``state_dict``, as in checkpoints of the Trainer. Collective."""
+        ``of_trainer``: whether to name the module's entry ``state_dict``, as the Trainer does. Collective."""
         if verified:
             self._verify(path)
 
@@ -97,8 +97,8 @@ class CheckpointFiles(Processes):
         return self._together("reading a checkpoint", act)
 
     def _verify(self, path: Any) -> None:
-        """Compare a checkpoint with its checksums. Ranks that see the same file each check a part. Raise ConfigError on
-        all ranks, with the file's name, if the file is damaged. Collective."""
+        """Compare a checkpoint with its checksums. Ranks that see the same file each check a part of it. If the file is
+        damaged, raise ConfigError with its name on all ranks. Collective."""
         name = place(path)
         found = self._gather_objects(_identity(name), "checksums")
         # Ranks that see different copies of a checkpoint check each copy.
@@ -123,8 +123,8 @@ def _identity(name: Place) -> tuple[int, ...] | None:
 
 
 def check_sums(name: Place, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
-    """Compare every ``parts``-th record of the checkpoint ``name``, from number ``part`` on, with its checksum. Return
-    a report. Raise ConfigError if a record is damaged."""
+    """Compare every ``parts``-th record of the checkpoint ``name``, beginning at index ``part``, with its checksum.
+    Return a report. Raise ConfigError if a record is damaged."""
     if not name.is_file() and not (name / INDEX).is_file():  # loading will say so
         return NOTHING
     try:

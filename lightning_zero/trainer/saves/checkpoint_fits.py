@@ -29,11 +29,11 @@ _CYCLED = frozenset({"betas", "momentum"})  # changed by schedulers that cycle m
 
 
 class OtherModelError(ConfigError, RuntimeError):
-    """Raised if the checkpoint is of another model. Also a RuntimeError, which torch and DDP raise in this case."""
+    """Raised if the checkpoint is of another model. It is also a RuntimeError, like the error of torch and DDP."""
 
 
 class OnlyWeightsError(ConfigError, KeyError):
-    """Raised if the checkpoint has no optimizer states to resume from. Also a KeyError, like Lightning's error."""
+    """Raised if the checkpoint has no optimizer states to resume from. It is also a KeyError, like Lightning's."""
 
     __str__ = Exception.__str__
 
@@ -65,7 +65,7 @@ def check_states(checkpoint: Mapping[str, Any], path: Any) -> None:
 
 
 class _WritesNothing(TorchFunctionMode):
-    """Makes ``Module.load_state_dict`` in the body check everything, but copy no values."""
+    """Lets ``Module.load_state_dict`` in the body check everything, but copy no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_:
@@ -125,7 +125,7 @@ def may_change_optimizers(trainer: pl.Trainer) -> bool:
 def warn_of_overruled(
     pairs: Sequence[tuple[Optimizer, Mapping[str, Any]]], scheduled: Sequence[Optimizer], path: object
 ) -> None:
-    """Warn of settings of optimizers, such as ``lr``, that their saved states are about to replace.
+    """Warn of optimizer settings, such as ``lr``, that the loaded states are about to replace.
 
     ``pairs``: each optimizer and its saved state. ``scheduled``: optimizers whose learning rate a scheduler changes.
     """

@@ -29,8 +29,8 @@ from lightning_zero.tiers.remote import RemotePath, place
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Writes a local file whole or not at all. Writes other files as Lightning does, or in parts if there is not enough
-    memory for Lightning's copies. ``long_work`` shows the progress."""
+    """Writes a local file completely or not at all. Writes other files as Lightning does, or in parts if memory does
+    not suffice for Lightning's copies. ``long_work`` shows the progress."""
 
     long_work: LongWork = SILENT
     _looked: frozenset[bool] = frozenset()  # which kinds of files :meth:`look_at` has checked
@@ -57,7 +57,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a file and return its content. Large tensors are memory-mapped: each rank reads only its ranges."""
+        """Load a file and return its content. Large tensors are memory-mapped, so each rank reads only its ranges."""
         name = get_filesystem(path)._strip_protocol(str(path)) if is_local(path) else None
         if name is None or not zipfile.is_zipfile(name):  # an older format cannot be mapped
             return super().load_checkpoint(path, map_location, weights_only is not False)
@@ -80,7 +80,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             remove_whole(get_filesystem(path)._strip_protocol(str(path)))
 
     def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Warn if loading ``path``, where ``checkpoint`` was saved, would be refused because it could run code."""
+        """Warn if ``path``, to which ``checkpoint`` was saved, could not be loaded because this might run code."""
         whole = "optimizer_states" in checkpoint
         if whole in self._looked:
             return
@@ -136,8 +136,7 @@ def saves_as_torch() -> bool:
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:
-    """Return ``io``, or a ZeroCheckpointIO if ``io`` is None. A wrapper around nothing gets a ZeroCheckpointIO
-    inside."""
+    """Return ``io``, or a ZeroCheckpointIO if it is None. A wrapper that wraps nothing gets one to wrap."""
     if io is None:
         return ZeroCheckpointIO()
     if _is_wrapper(io):
@@ -146,15 +145,14 @@ def with_default(io: CheckpointIO | None) -> CheckpointIO:
 
 
 def _is_wrapper(io: CheckpointIO | None) -> bool:
-    """Return whether ``io`` is a wrapper of Lightning's around another CheckpointIO, such as AsyncCheckpointIO."""
     return hasattr(type(io), "checkpoint_io")
 
 
 def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Return a file's checkpoint. Code in the file runs only if ``weights_only`` is False, or if Lightning loads a URL.
+    """Return the checkpoint in a file. The file's code can run only if ``weights_only`` is False, or for a URL.
 
     Raises:
-        ConfigError: the file would run code, or is no whole checkpoint. The message names the file.
+        ConfigError: the file would run code, or is not a complete checkpoint. The message names the file.
         OSError: reading failed, but another try may succeed. The message names the file.
     """
     try:
@@ -181,7 +179,7 @@ _NOT_ALLOWED = "Weights only load failed"
 
 
 def runs_code(path: Any, found: Sequence[str]) -> str:
-    """Return the message about the checkpoint ``path``, which holds the classes ``found``."""
+    """Return an error message for the checkpoint ``path``, which holds the classes ``found``."""
     return (
         f"ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values, got {path} with "
         f"{', '.join(found)}: loading these classes can run any code in the file. If you trust the file, "
@@ -207,8 +205,7 @@ def _damaged(path: Any, error: Exception) -> str:
 
 
 def _refused(path: Any, error: Exception) -> list[str]:
-    """Return the names of classes because of which torch refused to load the file; [] if ``error`` says something
-    else."""
+    """Return the names of the classes that made torch refuse to load the file; [] if ``error`` has another cause."""
     if not isinstance(error, pickle.UnpicklingError) or _NOT_ALLOWED not in str(error):
         return []
     return _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error))
@@ -224,7 +221,7 @@ def _classes(path: Any) -> list[str]:
 
 
 def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
-    """If ``io`` writes asynchronously, wait until its queue of whole checkpoints is empty. Raise the writer's error."""
+    """If ``io`` writes asynchronously, wait until it has written all queued checkpoints. Raise the writer's error."""
     writer = async_writer(io)
     if writer is not None:
         if writer._executor is not None:
@@ -237,7 +234,7 @@ def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
 def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
     """Call ``act`` after the queued writes, or never if one of them failed. The writer's single thread keeps the order.
 
-    AsyncCheckpointIO itself removes old files at once. If the process is killed then, no file is left.
+    AsyncCheckpointIO alone would remove old files at once. If the process were then killed, no file would be left.
     """
     writer = async_writer(io)
     executor = writer._executor if writer is not None else None
@@ -248,7 +245,7 @@ def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
 
 
 def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
-    """Return the AsyncCheckpointIO that is ``io`` or inside its wrappers; None if there is none."""
+    """Return the AsyncCheckpointIO in ``io``: ``io`` itself, or one that it wraps. None if there is none."""
     while _is_wrapper(io) and not isinstance(io, AsyncCheckpointIO):
         io = io.checkpoint_io  # type: ignore[union-attr]
     return io if isinstance(io, AsyncCheckpointIO) else None

@@ -74,10 +74,9 @@ from lightning_zero.trainer.saves.range_saves import RangeSave
 
 
 class Checkpoints:
-    """Saves and loads a strategy's checkpoints. ``next_may_fail``: training goes on if the next background save fails.
-
-    ``range_save``: the save under way if all ranks write ranges of one file, else None. ``fakes``: tensors without
-    values that the last such save made, and the next one reuses.
+    """Saves and loads a strategy's checkpoints. ``next_may_fail``: training continues if the next background save
+    fails. ``range_save``: the save under way if all ranks write ranges of one file, else None. ``fakes``: tensors
+    without values that the last such save made, and that the next one reuses.
     """
 
     def __init__(self, strategy: Run) -> None:
@@ -138,8 +137,8 @@ class Checkpoints:
         return state_dicts.optimizer_state(self._strategy.engine, optimizer)
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint``, with the states of random number generators and the model's Hugging Face record. All
-        ranks raise if this fails. Collective."""
+        """Write ``checkpoint``, together with the states of random number generators and the model's Hugging Face
+        record. All ranks raise if this fails. Collective."""
         strategy, module = self._strategy, self._strategy.lightning_module
         checkpoint = dict(checkpoint)  # users' hooks may have kept the mapping that they were given
         if "optimizer_states" in checkpoint and (numbers := strategy._random_numbers) is not None:
@@ -167,7 +166,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def noting_failure(self) -> Generator[None, None, None]:
-        """Mark an exception of the body as a save that failed on all ranks, so that all of them can continue."""
+        """Mark an exception in the body as the failure of a save on all ranks, after which all ranks can continue."""
         try:
             yield
         except (StallError, PeerError, ApartError):  # after these the ranks cannot go on
@@ -178,7 +177,7 @@ class Checkpoints:
 
     @property
     def _behind(self) -> Behind | None:
-        """Return the function, streams and spare memory for a background save; None: training waits for the save."""
+        """Return function, streams and spare memory for a background save; None if training must wait for the save."""
         trainer = self._strategy._trainer_of_run
         if not self._strategy.config.checkpoint.background or trainer is None:
             return None
@@ -189,14 +188,14 @@ class Checkpoints:
         return Behind(begin, self._strategy.engine.comm.streams, self.background.spare)
 
     def after_writes(self, act: Callable[[], Any]) -> None:
-        """Call ``act`` once all saves begun so far are on disk; never if one of them fails."""
+        """Call ``act`` once all saves that have begun are on disk; never if one of them fails."""
         if self.background.is_under_way:
             self.background.then(act)
         else:
             after_writes(self._strategy.checkpoint_io, act)
 
     def wait_for_writes(self) -> None:
-        """Wait for the save under way. If it failed, warn if this save ``may_fail``, else raise its error.
+        """Wait for the save under way. If it failed, raise its error, or only warn if the save ``may_fail``.
         Collective."""
         strategy, what = self._strategy, "the save before this one"
         if self.background.is_under_way:
@@ -231,11 +230,11 @@ class Checkpoints:
             self._strategy._together("the last writes of checkpoints", finish)
 
     def load(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return a checkpoint, read on every rank. Keep its random number states for this run. Collective.
+        """Read a checkpoint on every rank and return it. Keep its states of random number generators. Collective.
 
         Raises:
-            ConfigError: the file is damaged or no checkpoint, or it holds code and ``weights_only`` is not ``False``.
-                All ranks raise this.
+            ConfigError: the file is damaged or not a checkpoint, or it holds code and ``weights_only`` is not
+                ``False``. All ranks raise this.
             OSError: reading failed, but another try may succeed. Other ranks raise a RuntimeError.
         """
         if self.background.is_under_way:
@@ -298,8 +297,8 @@ class Checkpoints:
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     def load_what_waits(self, trainer: pl.Trainer) -> None:
-        """Load the weights that ``load_model`` left to be loaded in setup. Raise ConfigError if the checkpoint's
-        optimizer states do not match the optimizers. Collective."""
+        """Load the weights that ``load_model`` has left for setup. Raise ConfigError if the checkpoint's optimizer
+        states do not match the optimizers. Collective."""
         waits, self._to_load = self._to_load, None
         self._waits_for_setup = False
         if waits is None:
@@ -310,8 +309,8 @@ class Checkpoints:
         self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
-        """If any rank's module has parameters on meta, return the tensors of the checkpoint that the run loads, from
-        which to shard the module; else None. Collective.
+        """If any rank's module has parameters on meta, return the loaded checkpoint's tensors, as initial values for
+        sharding; else return None. Collective.
 
         Raises ConfigError if frozen parameters on meta get values neither from the checkpoint nor from ``init_from``.
         """
@@ -358,7 +357,7 @@ class Checkpoints:
             self._load_into_shards(self._strategy.engine, checkpoint, weights, strict=False)
 
     def _check_optimizers(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Optimizer, Mapping[str, Any]]]:
-        """Return pairs of optimizer and saved state. Raise on all ranks if a state does not match. Collective."""
+        """Return each optimizer with its saved state. Raise on all ranks if a state does not match. Collective."""
         pairs = [
             (o, s) for o, s in zip(self._strategy.optimizers, states, strict=False) if not isinstance(o, NoOptimizer)
         ]
@@ -387,7 +386,7 @@ class Checkpoints:
 
 
 def _gathered_nbytes(engine: Engine) -> int:
-    """Return the bytes of all masters and optimizer states, unsharded."""
+    """Return how many bytes all masters and optimizer states take, unsharded."""
     plans = [bucket.plan for bucket in engine.buckets]
     masters = sum(plan.layout.numel * plan.itemsizes.master for plan in plans)
     return masters + sum(
@@ -403,13 +402,13 @@ _LIGHTNINGS, _RANKS = "combined_loader", "lightning_zero_loaders"  # keys in the
 
 
 class LoaderStates:
-    """Saves the positions in an epoch of each rank's stateful loaders. (Lightning saves the states of rank 0's loaders,
-    and loads them on all ranks.) States are a list, which is empty when an epoch begins, and on a rank that has no more
-    batches in the epoch.
+    """Saves the states of each rank's stateful loaders, which are their positions in an epoch. (Lightning saves only
+    the states of rank 0's loaders, and loads them on all ranks.) A rank's list of states is empty when an epoch begins,
+    and when the rank has no more batches in the epoch.
 
     Attributes:
         loaded: the states from which the run resumes; empty once the first epoch has begun.
-        out: whether other ranks resume in an epoch of which this rank has had all batches.
+        out: whether this rank had no batches left in the epoch in which the run resumes, but other ranks had some.
     """
 
     def __init__(self) -> None:
@@ -428,7 +427,7 @@ class LoaderStates:
             self._last = uneven.states_to_save(trainer.fit_loop)
 
     def save(self, strategy: Any, checkpoint: dict[str, Any]) -> None:
-        """Put the states of this rank's loaders, or of all ranks' if they differ, into ``checkpoint``. Collective."""
+        """Put the states of this rank's loaders into ``checkpoint``; those of all ranks if they differ. Collective."""
         trainer = strategy.lightning_module._trainer
         if "loops" not in checkpoint or trainer is None:
             return
@@ -447,8 +446,8 @@ class LoaderStates:
             state[_RANKS] = found
 
     def load(self, strategy: Any, checkpoint: dict[str, Any], path: Any) -> None:
-        """Replace rank 0's states of loaders in ``checkpoint`` by this rank's; if the number of ranks differs, only
-        warn."""
+        """Replace the states of rank 0's loaders in ``checkpoint`` by those of this rank. If the number of ranks has
+        changed, only warn."""
         state = _fit_loop(checkpoint)
         found = state.pop(_RANKS, None)
         if found is not None and len(found) != strategy.world_size:

@@ -1,5 +1,5 @@
-"""Save modules and parameters that are inside of other entries of a checkpoint (hyperparameters, states of callbacks)
-with their values.
+"""Save modules and parameters inside other entries of a checkpoint (hyperparameters, states of callbacks) with their
+values.
 
 ::
 
@@ -27,13 +27,13 @@ from lightning_zero.engine.whole.values import FakeTensors, TensorParts, Value
 from lightning_zero.engine.whole.whole_params import take_shown_over
 from lightning_zero.optimizers.state_trees import same_bits
 
-HELD = "lightning_zero_held"  # in a folder: values of parameters that meta.pt holds, and there these parameters
+HELD = "lightning_zero_held"  # in a folder: values of the parameters in meta.pt; in meta.pt: these parameters
 Make = Callable[[Engine, Sequence[Value]], Mapping[Value, object]]
 
 
 class SavedParameter:
-    """Is pickled as a plain ``nn.Parameter`` like ``param`` with the values of ``tensor``, which may be fake. For
-    :class:`TensorParts` the values are zeros, which the reader of the folder replaces."""
+    """Stands for ``param`` in a pickle: unpickles as a plain ``nn.Parameter`` with the values of ``tensor``, which may
+    be fake. For :class:`TensorParts` the values are zeros, which the reader of the folder replaces."""
 
     def __init__(self, param: nn.Parameter, tensor: Tensor) -> None:
         values: object = tensor
@@ -59,10 +59,10 @@ class _Calls:
 
 
 def put_values(engine: Engine, content: dict[str, Any], make: Make) -> None:
-    """On rank 0 replace parameters that ``content`` holds by the objects that ``make`` returns, and modules that hold
-    these parameters by copies. Collective.
+    """On rank 0, replace parameters of ``engine`` in ``content`` by the objects that ``make`` returns, and modules with
+    such parameters by copies. Collective.
 
-    ``make(engine, values)``: returns an object to pickle for each of ``values``. Called on all ranks if there are any.
+    ``make(engine, values)`` returns an object to pickle for each value. All ranks call it if there are any values.
     """
     take = lambda: _Taken.of(engine, content) if engine.comm.rank == 0 else None  # noqa: E731
     taken = engine.comm.together("modules in a checkpoint", take)
@@ -75,7 +75,7 @@ def put_values(engine: Engine, content: dict[str, Any], make: Make) -> None:
 
 
 def fake_values(fakes: FakeTensors, engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
-    """Return a parameter without values for each of ``wanted``. Tensors that ``fakes`` has made are used again."""
+    """Return a parameter without values for each of ``wanted``. Reuse tensors that ``fakes`` has already made."""
     known = dict(fakes.made)
     found: dict[Value, object] = {}
     for value in wanted:
@@ -86,8 +86,8 @@ def fake_values(fakes: FakeTensors, engine: Engine, wanted: Sequence[Value]) -> 
 
 
 def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
-    """Gather ``wanted`` on rank 0, and return a parameter for each value there, elsewhere {}. Equal tensors in
-    ``content`` are shared, so that a file holds them once. Collective."""
+    """Gather ``wanted`` on rank 0, and return a parameter for each of these values; {} on other ranks. A tensor in
+    ``content`` with the parameter's name and values is used instead, so that a file holds it once. Collective."""
     whole = gathered(engine, wanted=engine.comm.rank == 0, only=set(wanted))
     found: dict[Value, object] = {}
     for value in wanted:
@@ -99,8 +99,8 @@ def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Va
 
 
 def values_in_folder(content: dict[str, Any], engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
-    """Return parameters of zeros for ``wanted``. Put these parameters, and the :class:`TensorParts` with their values
-    (the state dict's if equal), into ``content[HELD]``, by name, for the reader."""
+    """Return a parameter of zeros for each of ``wanted``. Under the parameter's name, ``content[HELD]`` gets its values
+    (:class:`TensorParts`, those of the state dict if equal) and the parameter, so that the reader can fill it."""
     parts = parts_by_value(engine)
     found: dict[Value, object] = {}
     for value in wanted:
@@ -122,7 +122,7 @@ def _named(content: Mapping[str, Any], names: Sequence[str]) -> list[Tensor]:
 
 
 class _Looking(pickle.Pickler):
-    """Pickler that writes nothing and finds whether an object holds parameters of ``engine`` or modules with some."""
+    """Pickler that writes nothing, and finds out whether an object holds parameters of ``engine``, also in modules."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(self, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ class _Looking(pickle.Pickler):
 
 
 class _Taken(pickle.Pickler):
-    """Holds entries of a checkpoint, pickled without tensors. ``wanted``: the parameters of ``engine`` in them."""
+    """Entries of a checkpoint, pickled without tensors. ``wanted``: the parameters of ``engine`` in these entries."""
 
     def __init__(self, engine: Engine) -> None:
         self._file = io.BytesIO()

@@ -1,9 +1,9 @@
-"""Manage the files of ModelCheckpoint: ``last.ckpt``, and files that a killed run has left. Resume a restarted job from
-the last checkpoint that it wrote: the main job, and a job of a script of the user's own.
+"""Manage the files of ModelCheckpoint: ``last.ckpt``, and files that a killed run has left. A restarted job, also one
+that runs the user's own script, resumes from the last checkpoint that it wrote.
 
 ``submit -- python train.py`` names the job's folder in ``LIGHTNING_ZERO_RUN_DIR``. Each ``Trainer.fit`` of the script
 saves there on a signal and every half hour, and resumes from there, whatever ``ckpt_path`` and ``default_root_dir``
-are, so that it never resumes from a checkpoint that another job has left in a folder of the user's.
+are. So it never resumes from a checkpoint that another job has left in one of the user's folders.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KeepsFiles(ModelCheckpoint):
             super()._remove_checkpoint(trainer, filepath)
 
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
-        """Replace the link ``last.ckpt`` atomically, after background writes. Lightning would first remove the link."""
+        """Replace the link ``last.ckpt`` atomically, after background writes. (Lightning would remove it first.)"""
         if not is_ours(trainer):
             super()._link_checkpoint(trainer, filepath, linkpath)
             return
@@ -70,7 +70,7 @@ class KeepsFiles(ModelCheckpoint):
             strategy.remove_checkpoint(path)
 
     def _should_remove_checkpoint(self, trainer: pl.Trainer, previous: str, current: str) -> bool:
-        """Return True also for the checkpoint from which this job resumed, if the job wrote it. Lightning keeps it."""
+        """Return True also for the checkpoint that this job wrote and resumed from. (Lightning would keep it.)"""
         run_dir, start = _noted_in(trainer), trainer.ckpt_path
         started_from = start is not None and os.path.realpath(start) == os.path.realpath(previous)
         if run_dir is not None and started_from and previous != current and self.dirpath is not None:
@@ -93,8 +93,8 @@ def _link(path: str, target: str) -> None:
 class NoteJob(Callback):
     """Notes in the run folder which job trains there, and which checkpoints the job writes.
 
-    A restarted job resumes from the newest of these checkpoints. It removes what its earlier start left: unfinished
-    files, and checkpoints that no ModelCheckpoint lists, because the process was killed.
+    A restarted job resumes from the newest of these checkpoints. It removes what its killed process has left:
+    unfinished files, and checkpoints that no ModelCheckpoint lists.
     """
 
     def __init__(self, run_dir: str) -> None:
@@ -123,8 +123,8 @@ class NoteJob(Callback):
                 print(f"removed files that an earlier start of {job_name()} left: {', '.join(removed)}", flush=True)
 
     def _links(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Return the path of each callback's existing ``last.ckpt`` that this job wrote, by callback key. A callback
-        that does not know this path writes ``last-v1.ckpt``."""
+        """Return, by callback key, the path of each ``last.ckpt`` that this job wrote and that still exists. A callback
+        that does not know this path would write ``last-v1.ckpt``."""
         written, found = files_of_job(self._run_dir), {}
         for callback in _of(trainer):
             path = os.path.join(callback.dirpath or "", f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}")
@@ -164,7 +164,7 @@ class NoteJob(Callback):
 
 
 def _noted_in(trainer: pl.Trainer) -> str | None:
-    """Return the run folder in which NoteJob notes this job's files; None if there is no such callback or no job."""
+    """Return the run folder in which NoteJob notes this job's files; None without NoteJob or outside of a job."""
     folders = [c._run_dir for c in trainer.callbacks if isinstance(c, NoteJob)]  # type: ignore[attr-defined]
     return folders[0] if folders and job_name() is not None else None
 
@@ -189,8 +189,8 @@ _fits = itertools.count(1)  # of this process. A restarted script calls them in 
 
 
 def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()) -> str | None:
-    """Return the newest checkpoint that an earlier start of this job wrote in ``run_dir`` or ``folders``, equal on all
-    ranks; None if there is none. If there is one, print its path, and set ``run_plan.resumes_job``."""
+    """Return the newest checkpoint that an earlier start of this job wrote in ``run_dir`` or ``folders``, or None. All
+    ranks return the same. If there is one, print its path, and set ``run_plan.resumes_job``."""
     found = checkpoint_of_job(run_dir, folders)
     if found is None:
         return None
@@ -203,7 +203,8 @@ def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()
 
 @contextlib.contextmanager
 def in_own_job(trainer: pl.Trainer) -> Iterator[None]:
-    """Let the body, a fit in a job of the user's own script, save in the job's folder and resume from there."""
+    """In the body, let a fit in a job of the user's own script save in the job's folder and resume from there. Outside
+    of such a job do nothing."""
     run_dir = os.environ.get(RUN_DIR_VARIABLE)
     if not run_dir or job_name() is None or trainer.state.fn != TrainerFn.FITTING:
         yield

@@ -8,8 +8,8 @@ the resumed run fetches it again::
 
 Making an iterator draws random numbers too: the seed of workers and the order of a shuffling sampler. In a resumed run
 Lightning makes the first iterator early, in ``setup_data``, before start hooks, which may also draw. So the generators
-are set three times: before that iterator, after the last start hook, and at the first fetch. If Lightning makes another
-iterator before the first fetch, they are not set at the first fetch.
+are set three times: before that iterator is made, after the last start hook, and at the first fetch (unless Lightning
+has made another iterator before).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEY = "lightning_zero_rng"  # key in a checkpoint
 
 
 class Saved(NamedTuple):
-    """The generators' states with which one rank resumes: ``now``, before its next draw, and ``epoch``, before the
+    """The generator states with which one rank resumes. ``now``: before the rank's next draw. ``epoch``: before the
     epoch's iterator was made. ``in_epoch``: whether the next batch comes from that iterator."""
 
     now: Generators
@@ -45,7 +45,7 @@ def saved_ranks(record: Mapping[str, Any]) -> int:
 
 
 class RandomNumbers:
-    """Notes generator states during a fit, for its saves, and sets the generators from ``saved`` if the fit resumes."""
+    """Notes the generators' states during a fit, for saves, and restores them from ``saved`` if the fit resumes."""
 
     def __init__(self, trainer: pl.Trainer, device: torch.device, saved: Saved | None) -> None:
         self._fit_loop = trainer.fit_loop

@@ -7,8 +7,8 @@
       users have hooks           values in a file beside the target  read them  rank 0, an ordinary file
       another CheckpointIO       whole, on rank 0                    read them  the CheckpointIO
 
-Hooks may read and replace values, so they get tensors mapped from an unlinked file. This takes no memory, but disk
-space for two files. If a rank does not see rank 0's folder, rank 0 writes everything, one bucket at a time.
+Hooks may read and replace values, so they get tensors that are mapped from an unlinked file. This takes no memory, but
+disk space for two files. If a rank does not see rank 0's folder, rank 0 writes everything, one bucket at a time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ _HOOK = "on_save_checkpoint"
 
 
 class _Place(NamedTuple):
-    """Where ranks write: the unfinished file's path, inode and size, and each value's records in it with dtypes."""
+    """Where ranks write. ``part``: the path of the unfinished file. ``identity``: its inode and size. ``holes``: each
+    value's records in the file, with their dtypes."""
 
     part: str
     identity: tuple[int, int]
@@ -73,7 +74,7 @@ class RangeSave:
     """One save of a checkpoint as a file. Each rank writes its own ranges of the file.
 
     Args:
-        io: its ``look_at`` is called with the finished checkpoint.
+        io: checks the finished checkpoint by its ``look_at``.
         with_values: whether state dicts hold values, for hooks that read them.
         noting: makes a context manager that marks an exception as one that all ranks raise.
         fakes: makes tensors without values.
@@ -131,8 +132,8 @@ class RangeSave:
         """Write ``content``, with values in place of the tensors of ``fakes``. If writing fails, raise on all ranks.
         Collective.
 
-        With ``keep`` return {}. Else unlink the file after the write, and return on rank 0 its tensors, mapped into
-        memory.
+        With ``keep``, return {}. Without it, unlink the written file, and return its tensors, mapped into memory, on
+        rank 0 and {} on other ranks.
         """
         begun: list[tuple[Part, Skeleton, list[Piece]]] = []  # on rank 0
 
@@ -252,7 +253,7 @@ def _telling(did: Did, write: WriteAt) -> WriteAt:
 
 
 def _identity(fd: int) -> tuple[int, int]:
-    """Return the file's inode and size, by which a rank recognizes that it sees the same file as rank 0."""
+    """Return the file's inode and size. If they equal rank 0's, a rank sees the same file as rank 0."""
     found = os.fstat(fd)
     return found.st_ino, found.st_size
 
@@ -270,7 +271,7 @@ def _open(place: _Place) -> int | None:
 
 
 def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
-    """Return ``state`` with tensors replaced by ``values``, keyed by the tensors' ``id``. Changes mappings in place."""
+    """Return ``state`` with each tensor replaced by the value for its id in ``values``. Changes mappings in place."""
     if isinstance(state, Tensor):
         return values.get(id(state), state)
     if type(state) in (list, tuple):
@@ -286,7 +287,8 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
 
 class SavesByRanges(pl.Trainer):
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
-        """Decide whether all ranks write ranges of the file, as state dicts depend on this; then save. Collective."""
+        """Save a checkpoint. First decide whether all ranks write ranges of the file, because this determines what
+        state dicts hold. Collective."""
         checkpoints = cast(Any, self.strategy)._checkpoints if is_ours(self) else None
         if checkpoints is None or checkpoints.range_save is not None:
             super().save_checkpoint(filepath, weights_only, storage_options)

@@ -48,8 +48,8 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ``checkpoint``'s entries for DCP's files, and those for ``meta.pt``. ``named``: keys of optimizers. Raises
-    ConfigError for optimizer state that DCP's files would not give back."""
+    """Divide ``checkpoint`` into the entries for DCP's files and the entries for ``meta.pt``. ``named``: keys of
+    optimizers. Raises ConfigError for optimizer state that DCP's files would change."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     record: dict[str, Any] = {"named": list(named)} if named else {}
@@ -78,7 +78,7 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
 
 
 def _checked(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an optimizer's state dict. Raise ConfigError if a key inside is no string, as a folder would change it."""
+    """Return an optimizer's state dict. Raise ConfigError for nested keys that are not strings: DCP changes them."""
     inside = [*optimizer.get("state", {}).values(), *optimizer.get("param_groups", ())]
     for value in inside:  # the loop adds the values inside of each value
         if isinstance(value, Mapping):
@@ -102,13 +102,13 @@ def _has_parts(value: Any) -> bool:
 def read(
     path: Any, weights_only: bool | None, *, of_trainer: bool = True, long_work: LongWork = SILENT
 ) -> dict[str, Any]:
-    """Return the checkpoint in a folder that this package or Lightning's FSDP strategies wrote, as Lightning loads it.
+    """Read a folder of this package or of Lightning's FSDP strategies. Return the checkpoint as Lightning loads it.
 
     Its tensors are :class:`~lightning_zero.pretrained.stored.StoredTensor` s, whose values are not read yet.
-    ``of_trainer``: name the module's entry as in checkpoints of the Trainer.
+    ``of_trainer``: whether to name the module's entry as in checkpoints of the Trainer.
 
     Raises:
-        ConfigError: the folder would run code, or is no whole checkpoint. The message names the file.
+        ConfigError: the folder would run code, or is not a complete checkpoint. The message names the file.
         OSError: reading failed, but another try may succeed. The message names the file.
     """
     try:
@@ -125,7 +125,7 @@ def read(
 
 def read_module(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
     """Return the checkpoint as :func:`read` does, but with the values of the module's tensors, for a process without a
-    Trainer. ``map_location``: a device; functions and mappings, as torch.load takes, leave tensors on the CPU."""
+    Trainer. ``map_location``: a device. Functions and mappings, which torch.load also accepts, mean the CPU here."""
     checkpoint = read(path, weights_only)
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
     state, made = checkpoint[MODULE], dict[int, Tensor]()
@@ -180,7 +180,7 @@ def _is_copied_from(path: tuple[Any, ...], named: Sequence[str]) -> bool:
 
 
 def _with_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with the parameters' numeric keys restored: the folder stores keys as text."""
+    """Return an optimizer's state with parameters' keys turned back into integers: the folder stores keys as text."""
     groups = state["param_groups"]
     numbers = {str(key): key for group in groups for key in group.get("params", []) if isinstance(key, int)}
     return {**state, "state": {numbers.get(key, key): entry for key, entry in state["state"].items()}}
