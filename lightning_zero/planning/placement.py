@@ -72,8 +72,8 @@ OFFLOADS: dict[Offload, TierRow] = {
 assert all(row.grad in (_D, _H) for row in OFFLOADS.values()), "gradients rest on the device or in plain host memory"
 ON_DEVICE = OFFLOADS[Offload.none]
 
-# At every stage, but for when gradients are reduced: norms that keep fp32, and parameters without a placeholder (0-d,
-# one element, empty, integers, complex).
+# The row, at every stage, of norms that keep fp32, and of parameters without a placeholder (0-d, one element, empty,
+# integers, complex). Only ``grad``, which says when gradients are reduced, depends on the stage.
 REPLICATED = STAGES[Stage.zero0]
 
 
@@ -117,10 +117,10 @@ def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budg
 
 
 def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRow]:
-    """Choose the tiers of each unit's masters, optimizer state and gradients. The first units, which the next forward
-    needs first, are on the device, as many as fit. Gradients of all other units are on the host, with the masters and
-    state of as many units as fit then. Masters and state of the last units are in files. Raises ConfigError, with the
-    partial plan, if the budgets are too small."""
+    """Choose the tiers of each unit's masters, optimizer state and gradients. As many of the first units as fit are on
+    the device, because the next forward needs them first. Gradients of all other units are on the host, with the
+    masters and state of as many of these units as then fit. Masters and state of the last units are in files. Raises
+    ConfigError, with the partial plan, if the budgets are too small."""
     state = [unit.state_nbytes for unit in units]
     grad = [unit.grad_nbytes for unit in units]
     count = len(units)

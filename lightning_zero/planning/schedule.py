@@ -98,7 +98,7 @@ class Cursor:
 
     def up_to(self, unit: int) -> list[int] | None:
         """Return the units to gather next, up to and including ``unit``, and advance past them. Return None, and do not
-        advance, if the rest of the plan does not have ``unit``. A cyclic plan begins again."""
+        advance, if the rest of the plan does not have ``unit``. A cyclic plan continues at its beginning."""
         entries = self.plan.entries
         if self.plan.cyclic and self.position == len(entries):
             self.position = 0

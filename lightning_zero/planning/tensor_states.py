@@ -15,10 +15,10 @@ from lightning_zero.planning.placement import Tier
 class TensorState(NamedTuple):
     """The optimizer state of one parameter."""
 
-    optimizer: int = -1  # number of the optimizer that steps it whole; -1: none
+    optimizer: int = -1  # index of the optimizer that steps it whole; -1: none
     work: int = 0  # cost of its step, by owners.matrix_work
     nbytes: tuple[int, ...] = ()  # of each state tensor, if it is stepped whole
-    slices: int = 0  # number of element-wise state tensors, if it is stepped in slices
+    slices: int = 0  # how many element-wise state tensors, if it is stepped in slices
 
 
 class _Tensor(NamedTuple):
