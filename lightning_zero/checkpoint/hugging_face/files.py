@@ -43,7 +43,8 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 class Group(NamedTuple):
     """Tensors of a module that have another layout in the files. ``members``: their keys in the module. ``results``:
-    the tensors in the files, on meta, by name. ``convert``: maps the members' values by key to the results' by name."""
+    the tensors in the files by name, on meta. ``convert``: makes the results' values (by name) from the members' (by
+    key)."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -63,7 +64,7 @@ class Outgoing(NamedTuple):
     reads: tuple[str, ...] = ()
 
     def files(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors to export, by file and by name. ``state``: the module's tensors by key, all on meta."""
+        """Return the tensors to export, by file, then by name. ``state``: the module's tensors by key, all on meta."""
         tensors = {name: state[key] for name, key in self.renamed.items()}
         tensors |= {name: value for group in self.groups for name, value in group.results.items()}
         if not self.adapters:
@@ -76,7 +77,7 @@ class Outgoing(NamedTuple):
 
 
 def alone(renamed: Mapping[str, str], state: Mapping[str, Tensor]) -> list[Group]:
-    """Return a group for each tensor of ``renamed`` (name in the files -> key in ``state``) that converts nothing."""
+    """Return a group that converts nothing for each tensor of ``renamed`` (name in the files -> key in ``state``)."""
     named = lambda name, key, values: {name: values[key]}  # noqa: E731
     return [Group((key,), {name: state[key]}, partial(named, name, key)) for name, key in renamed.items()]
 
@@ -174,9 +175,9 @@ def _on_meta(value: Tensor) -> Tensor:
 
 
 def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
-    """Return plain values that describe the transformers model in ``module``, with which a checkpoint can be converted
-    without the user's code. Return None if there is no such model, or if it has adapters. ``source``: the folder from
-    which the model was loaded."""
+    """Describe the transformers model in ``module`` by plain values, so that a checkpoint can be converted without the
+    user's code. Return None if there is no such model, or if it has adapters. ``source``: the folder from which the
+    model was loaded."""
     model, prefix = hugging_face_model(module)
     if model is None or prefix.endswith("base_model.model."):  # with adapters
         return None
@@ -225,9 +226,9 @@ class Place(NamedTuple):
 
 
 class Files:
-    """Assigns each of ``tensors`` (on meta, by file and by name in the file) a position in a safetensors file. A file
-    of more than ``shard_nbytes`` is split; a larger tensor has a file by itself. ``places``: the positions, by the
-    tensor's name, with the folder of its file and "/" in front if the file is in a folder."""
+    """Assigns each of ``tensors`` (on meta, by file, then by name) a position in a safetensors file. A file of more
+    than ``shard_nbytes`` is split; a larger tensor has a file by itself. ``places``: the positions, by the tensor's
+    name, with the folder of its file and "/" in front if the file is in a folder."""
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], shard_nbytes: int) -> None:
         self.names: list[str] = []
