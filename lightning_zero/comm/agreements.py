@@ -48,8 +48,8 @@ def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: 
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Gather as :func:`gather_objects` does, but send on ``group``, whose backend must be on the host (gloo), instead
-    of on the agreement group of the same ranks. Collective."""
+    """Like :func:`gather_objects`, but over ``group``, whose backend must be on the host (gloo), instead of over the
+    agreement group of its ranks. Collective."""
     if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:
@@ -81,7 +81,7 @@ def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool 
 
 
 def gather_if_unequal(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
-    """Return None if ``value`` has one ``repr`` on all ranks, else each rank's value. Blocks. Collective."""
+    """Return None if ``value`` has the same ``repr`` on all ranks, else each rank's value. Blocks. Collective."""
     # Compare all digests, not only this rank's with rank 0's: all ranks must decide alike on the second message.
     digest = hashlib.sha256(repr(value).encode()).digest()
     if len(set(gather_objects(group, digest, waits, f"whether {what} are the same on all ranks"))) == 1:

@@ -41,7 +41,7 @@ def share_of_machine(comm: Communicator) -> Share:
 
 
 def neighbours(comm: Communicator, same: str) -> tuple[int, int]:
-    """Return this rank's index among ranks that pass an equal ``same``, and the number of such ranks. Collective."""
+    """Return this rank's index among the ranks that pass the same text ``same``, and their number. Collective."""
     own = int.from_bytes(hashlib.sha256(same.encode()).digest()[:7])
     (told,) = comm.exchange(own)
     return told[: comm.rank].count(own), max(1, told.count(own))

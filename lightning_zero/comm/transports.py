@@ -62,7 +62,8 @@ class Transport(Protocol):
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
     ) -> Sent:
         """Sum ``full`` [size * n] over ranks. The result is this rank's slice of the sum [n]. Collective. ``in_place``:
-        the sum may be stored in ``full``. ``total_dtype``: of the sum, by :func:`exchange`; None: that of ``full``."""
+        the sum may be stored in ``full``. ``total_dtype``: sum in this dtype (:func:`exchange`); None: that of
+        ``full``."""
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
