@@ -1,5 +1,5 @@
-"""Send messages to rank 0 without waiting: threads write the messages to the store while ranks train. Print a text of
-all ranks only once."""
+"""Send messages to rank 0 without waiting: threads write the messages to the store while ranks train. Print only once a
+text that all ranks have."""
 
 from __future__ import annotations
 
