@@ -118,8 +118,8 @@ class Advice:
 def plan_row(
     model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig, rates: Rates | None = None
 ) -> Row:
-    """Plan a stage and an offload setting: the memory and, given ``rates``, the time. ``settings``: ``auto``'s
-    budgets."""
+    """Plan the memory of a stage and offload setting and, given ``rates``, the time. ``settings``: budgets of
+    ``auto``."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
@@ -159,8 +159,8 @@ def _states(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> St
 
 
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
-    """Return a rank's bytes after a run that gathers the module (else empty), and how many bytes its host lacks
-    then."""
+    """Return a rank's bytes after a run that gathers the module (else empty), and the bytes that its host then
+    lacks."""
     if model.gather_after_fit is False or not buckets:
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # the shards are spread over several hosts
@@ -220,8 +220,7 @@ def _shortages(
 
 
 def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, rows: Sequence[Row]) -> Advice:
-    """Find how many GPUs ``row`` needs, by doubling hosts, and an offload setting in ``rows`` that fits at its
-    stage."""
+    """Find how many GPUs ``row`` needs, by doubling hosts, and the offload in ``rows`` that fits at the same stage."""
     gpus = None
     bigger = machine
     for _ in range(MOST_DOUBLINGS):

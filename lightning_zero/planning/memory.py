@@ -66,8 +66,7 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Bytes of one rank's optimizer state if some optimizer steps whole tensors. Only the rank that steps a tensor, its
-    owner, has the tensor's state."""
+    """Bytes of a rank's optimizer state if an optimizer steps whole tensors. Only a tensor's owner has its state."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes on the device beside the shards during the step, from owners.step_peak

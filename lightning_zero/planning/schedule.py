@@ -30,8 +30,7 @@ class Plan(NamedTuple):
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
     """Return whether a unit of ``nbytes`` can be prefetched within ``prefetch_bytes``. ``waiting``: bytes of each unit
-    that was prefetched and not used yet. If no unit waits, any size can be prefetched, unless ``prefetch_bytes`` is
-    0."""
+    that was prefetched and not used yet. If none waits, any size can be prefetched, unless ``prefetch_bytes`` is 0."""
     return prefetch_bytes > 0 and (not waiting or sum(waiting) + nbytes <= prefetch_bytes)
 
 

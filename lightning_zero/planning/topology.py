@@ -57,8 +57,7 @@ class Group:
 
 
 class Ranks(NamedTuple):
-    """This rank's index in each group of ranks, and the divisor of sums of gradients. Other code takes every rank and
-    every number of ranks from here."""
+    """This rank's index in each group of ranks, and the divisor of gradient sums. All other code reads these values."""
 
     rank: int
     world_size: int
