@@ -43,8 +43,7 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 class Group(NamedTuple):
     """Tensors of a module that have another layout in the files. ``members``: their keys in the module. ``results``:
-    the tensors in the files by name, on meta. ``convert``: makes the results' values (by name) from the members' (by
-    key)."""
+    the tensors in the files by name. ``convert``: makes the results' values (by name) from the members' (by key)."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -175,9 +174,9 @@ def _on_meta(value: Tensor) -> Tensor:
 
 
 def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
-    """Describe the transformers model in ``module`` by plain values, so that a checkpoint can be converted without the
-    user's code. Return None if there is no such model, or if it has adapters. ``source``: the folder from which the
-    model was loaded."""
+    """Describe the transformers model in ``module`` by plain values, with which a checkpoint can be converted without
+    the user's code. Return None if there is no such model or it has adapters. ``source``: the folder it was loaded
+    from."""
     model, prefix = hugging_face_model(module)
     if model is None or prefix.endswith("base_model.model."):  # with adapters
         return None
@@ -317,8 +316,8 @@ class Writer:
         self.__exit__()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write ``values`` [n], cast to the dtype in the file, to elements ``[start, start + n)`` of the flattened
-        row-major tensor ``name``."""
+        """Write ``values`` [n], cast to the file's dtype, to elements ``[start, start + n)`` of the flattened tensor
+        ``name``."""
         place = self._files.places[name]
         write, dtype = self._opened(place.file), place.dtype
         for low in range(0, values.numel(), CHUNK):
@@ -336,8 +335,7 @@ class Writer:
 
 
 class _Uploads(Writer):
-    """Writes the files into a folder of an object store, each from its first byte to its last. The files appear in the
-    store when ``stack`` exits."""
+    """Writes files into a folder of an object store, each from first to last byte. They appear when ``stack`` exits."""
 
     def __init__(self, files: Files, folder: remote.RemotePath, stack: contextlib.ExitStack) -> None:
         super().__init__(files, Path())
@@ -369,7 +367,7 @@ class _Uploads(Writer):
 def written(files: Files, target: remote.Place) -> Iterator[tuple[Path, Writer]]:
     """Yield a local folder for small files, and a writer of ``files``. When the body ends, all these files are in the
     new folder ``target``; if the body fails, none is. In an object store the small files appear before ``files``, and
-    the index of ``files`` last."""
+    the index last."""
     if not isinstance(target, remote.RemotePath):
         with written_aside(target, folder=True) as part, Writer(files, part.path) as writer:
             files.make(part.path)
