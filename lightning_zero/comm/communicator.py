@@ -249,8 +249,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def set_place(self, place: str) -> Iterator[None]:
-        """Context manager in which ``waits.place`` says that this rank is at ``place``, for error messages. An
-        exception leaves ``place`` set."""
+        """Context manager that sets ``waits.place``, for error messages, to ``place``. An exception leaves it set."""
         before, self.waits.place = self.waits.place, place
         yield
         self.waits.place = before

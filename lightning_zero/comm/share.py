@@ -25,8 +25,7 @@ class Share(NamedTuple):
 
 
 def share_of_machine(comm: Communicator) -> Share:
-    """Return this rank's index on its machine, the number of ranks there, and this rank's number of cores.
-    Collective."""
+    """Return this rank's :class:`Share`. Collective."""
     cores = sorted(allowed_cores())
     local_rank, in_group = neighbours(comm, machine())
     # A launcher may have given each rank separate cores, or all ranks the same ones.
