@@ -196,9 +196,8 @@ def span(lane: str, what: str, *, on_host: bool = False) -> AbstractContextManag
 
 
 def profiled(kind: str, what: str) -> AbstractContextManager[None]:
-    """Return a context that shows its body as ``zero: <kind> <what>`` in ``torch.profiler`` (NVTX under ``emit_nvtx``),
-    if this thread is profiled. ``kind``: ``gather``, ``wait for``, ``reduce``, ``transfer`` or ``step``; ``what``: a
-    unit or bucket."""
+    """Return a context that shows its body as ``zero: <kind> <what>`` in ``torch.profiler`` (NVTX under ``emit_nvtx``).
+    ``kind``: ``gather``, ``wait for``, ``reduce``, ``transfer`` or ``step``; ``what``: a unit or bucket."""
     if not torch.autograd._profiler_enabled():
         return _NOBODY
     return torch.profiler.record_function(f"zero: {kind} {what}")
