@@ -139,8 +139,8 @@ class Skeleton:
 @contextlib.contextmanager
 def archive_at(target: Place, nbytes: int) -> Iterator[tuple[int, WriteAt]]:
     """Yield the descriptor of a new file for a :class:`Skeleton`, and a function that writes values into the file. Call
-    this function with increasing offsets. When the body ends, the complete file is at ``target``. ``nbytes``: about the
-    file's size. For an object store the file is a local one, which is uploaded with the values."""
+    this function with increasing offsets. When the body ends, the complete file is at ``target``. ``nbytes``: its
+    approximate size. For an object store the file is a local one, which is uploaded with the values."""
     if not isinstance(target, RemotePath):
         with written_aside(target) as part:
             yield part.fd, partial(write_at, part.fd)

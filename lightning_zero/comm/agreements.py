@@ -129,7 +129,7 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
 
 
 def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
-    """Gather ``row`` ([bytes] uint8, on the host, equally long on all ranks) of each rank on rank 0. Return a tensor
+    """Gather each rank's ``row`` ([bytes] uint8, on the host, equally long on all ranks) on rank 0. Return a tensor
     [ranks, bytes] there; None on other ranks. Blocks. Collective. ``what``: the purpose, in words."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return row.expand(waits.world_size, -1)

@@ -127,7 +127,7 @@ class BucketPlan:
     @property
     def sent_itemsize(self) -> int:
         """Return the bytes per element in which parameters are copied to the device: those of the master dtype if
-        masters are in host memory (the device then casts), else those of the compute dtype."""
+        masters in host memory are copied (the device then casts), else those of the compute dtype."""
         as_master = self.trainable and self.tiers.master is Tier.host and self.tiers.compute_param is not Tier.nvme
         return self.itemsizes.master if as_master else self.itemsizes.compute
 

@@ -42,8 +42,8 @@ class Choice:
 
 
 def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine:
-    """Return ``machine`` with less memory. Each size is reduced by the share :data:`KEPT_FREE`, and that of device
-    memory by :data:`UNKNOWN_FREE` unless ``activations_known``."""
+    """Return ``machine`` with less memory. Each size is reduced by the share :data:`KEPT_FREE`, but device memory by
+    :data:`UNKNOWN_FREE` unless ``activations_known``."""
     device = KEPT_FREE if activations_known else UNKNOWN_FREE
     host = max(KEPT_FREE, device if machine.shared else 0.0)
     return replace(

@@ -225,7 +225,7 @@ def peak_bytes(
 
 
 def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of the slices of units that a rank keeps for its node until the backward, without the root's."""
+    """Return the bytes of the slices of units, without the root, that a rank keeps for its node until the backward."""
     if not limits.node_ranks:
         return 0
     return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)

@@ -78,8 +78,8 @@ REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Count a bucket's collectives in a step, by name. ``stays_gathered``: whether parameters of stage 3 stay gathered
-    from each forward to its backward."""
+    """Return how many collectives a bucket takes in a step, by name. ``stays_gathered``: whether parameters of stage 3
+    stay gathered from each forward to its backward."""
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if row.compute_param is _S:
         counts["all_gather"] = micro_batches if stays_gathered else 2 * micro_batches
@@ -106,7 +106,7 @@ class Budgets(NamedTuple):
     nvme: int
 
     def with_given(self, device: int | None, host: int | None, nvme: int | None) -> Budgets:
-        """Return a copy of these budgets, with each argument that is not None in place of the tier's budget."""
+        """Return a copy of these budgets in which each argument that is not None replaces the budget of its tier."""
         pairs = zip((device, host, nvme), self, strict=True)
         return Budgets(*(found if given is None else given for given, found in pairs))
 

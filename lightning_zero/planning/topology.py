@@ -127,7 +127,7 @@ def over_nodes(names: Sequence[str], hybrid: HybridShard = HybridShard.flat, *, 
 
     Args:
         names: the node of each rank.
-        exchanges: whether gradients are exchanged. Then ranks of a node sum them first, if several nodes share shards.
+        exchanges: an all-to-all reduces gradients, first among a node's ranks if several nodes share shards.
     """
     nodes = tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names))
     if hybrid is not HybridShard.flat and not is_even(names):
@@ -169,8 +169,8 @@ def is_even(names: Sequence[str]) -> bool:
 
 def rounds_of(rank: int, world_size: int) -> list[list[int]]:
     """Return groups that contain ``rank``. All-reduces in them, one after another, equal one all-reduce over all ranks.
-    In a mixed radix of the groups' sizes, the ranks of a group differ in one digit. A ring all-reduce of 1,024 ranks
-    takes 2,046 successive hops; five exchanges among four ranks each take 5."""
+    Written with the groups' sizes as bases of the digits, the ranks of a group differ in one digit. A ring all-reduce
+    of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5."""
     found, stride = list[list[int]](), 1
     while stride < world_size:
         left = world_size // stride

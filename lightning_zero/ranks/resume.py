@@ -98,7 +98,8 @@ def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
 
 
 def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path | str]]:
-    """Return the checkpoints that this job has begun to write, by the callback's state key; remote ones as text."""
+    """Return the checkpoints that this job has begun to write, by the callback's state key. Remote addresses are
+    text."""
     found: dict[str, set[Path | str]] = {}
     with contextlib.suppress(OSError):
         for line in (Path(run_dir) / FILES).read_text().splitlines():
@@ -179,7 +180,7 @@ def write_outcome(word: str) -> bool:
 
 def note_raised() -> None:
     """Make a file beside the outcome file, to say that this rank has raised an error before any training. Wait up to
-    :data:`MEET_S` seconds for the files of other ranks: if all ranks raise, the job's script does not requeue it."""
+    :data:`MEET_S` seconds for the files of other ranks: if all raise, the job's script does not requeue the job."""
     path, place = os.environ.get(OUTCOME_VARIABLE), launched()
     if not path or place is None or place.rank is None or place.world_size is None:
         return

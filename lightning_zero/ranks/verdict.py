@@ -169,7 +169,7 @@ class Peers:
     # -- what ranks have found --------------------------------------------------------------------------------------
 
     def find_posted(self) -> bool:
-        """Read which rank has ended or failed into :attr:`known`. Return whether a rank was found to have ended."""
+        """Set :attr:`known` to the posted sentence on a rank that ended or failed. Return whether one has ended."""
         gone = self._read("gone")
         self.known = gone[1] if gone is not None else self.known or self._read("failed")
         return gone is not None
@@ -203,8 +203,8 @@ class Peers:
 
     def call_roll(self, dying_s: float = 0.0) -> tuple[dict[int, Seen], Gone | None]:
         """Watch other ranks' posts until a process of this machine has ended, each rank has posted again, or silent
-        ranks must be gone. Return the posts and a :class:`Gone`. ``dying_s``: seconds that processes here may take to
-        end."""
+        ranks must be gone. Return the posts, and a :class:`Gone` or None. ``dying_s``: seconds that a process of this
+        machine may still take to end."""
         seen = self.posts.read(rank for rank in range(self._world_size) if rank != self._rank)
         deadline = time.monotonic() + dying_s
         while not any(self.posts.has_ended(one.post) for one in seen.values()) and time.monotonic() < deadline:

@@ -133,7 +133,7 @@ class Waits:
 
     @contextlib.contextmanager
     def elsewhere(self, label: str) -> Iterator[None]:
-        """Context manager that marks its body as a wait, without time limit, for all ranks outside of the engine."""
+        """Context manager that marks its body as a wait for all ranks, outside of the engine and without time limit."""
         global _wait_of_process
         self._go_on(_Elsewhere())  # send everything, because nothing can be sent from inside
         self.asked[label] += 1

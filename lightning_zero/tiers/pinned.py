@@ -100,8 +100,8 @@ class Landing:
         self._under_way: deque[tuple[Future[None], Tensor]] = deque()
 
     def compute_asked(self, grad: Tensor) -> tuple[dict[float, Tensor], Tensor | None]:
-        """Return the norms of `grad` by norm type, and whether `grad` is finite, computed on the device. What callers
-        have not asked for earlier is left out: norms, or the second result, which is None then."""
+        """Return the norms of `grad` by norm type, and whether `grad` is finite, computed on the device. Only what
+        callers have asked for earlier is computed; otherwise there are no norms, and the second result is None."""
         wide = torch.promote_types(grad.dtype, torch.float32)
         norms = {kind: torch._foreach_norm([grad], kind, dtype=wide)[0] for kind in sorted(self.asked_norms)}
         return norms, torch.isfinite(grad).all() if self.asked_finite else None

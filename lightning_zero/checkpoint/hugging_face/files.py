@@ -1,5 +1,5 @@
-"""Find the names and layouts with which a Hugging Face folder has the tensors of a module, and write safetensors files
-from several processes, in any order.
+"""Find the names and layouts that a module's tensors have in a Hugging Face folder, and write safetensors files from
+several processes, in any order.
 
 Names lose the prefix that the model has in its LightningModule. Tensors that transformers converts at loading are
 converted back, and tied parameters appear once. For a PEFT model PEFT's own functions decide what is written.
@@ -76,7 +76,7 @@ class Outgoing(NamedTuple):
 
 
 def alone(renamed: Mapping[str, str], state: Mapping[str, Tensor]) -> list[Group]:
-    """Return a group that converts nothing for each tensor of ``renamed`` (name in the files -> key in ``state``)."""
+    """Return, for each tensor of ``renamed`` (name in the files -> key in ``state``), a group that converts nothing."""
     named = lambda name, key, values: {name: values[key]}  # noqa: E731
     return [Group((key,), {name: state[key]}, partial(named, name, key)) for name, key in renamed.items()]
 
@@ -275,7 +275,8 @@ class Files:
             )
 
     def make(self, folder: Path) -> None:
-        """Make all files in ``folder`` in full length, with headers but no values; also the index of several files."""
+        """Create all files in ``folder`` in full length, with headers but no values, and an index if they are
+        several."""
         for name, (head, size) in self.heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
             with (folder / name).open("wb") as file:
