@@ -58,10 +58,10 @@ class Piece(NamedTuple):
 
 
 class Skeleton:
-    """A checkpoint file without tensor values. ``holes``: record of a storage's values, by the storage's ``_cdata``."""
+    """A checkpoint file without tensor values. ``holes``: the record of each storage's values, by its ``_cdata``."""
 
     def __init__(self, checkpoint: Any, fd: int) -> None:
-        """Write ``checkpoint`` without values to the empty file of descriptor ``fd``, fake tensors as plain tensors."""
+        """Write ``checkpoint`` without values to the empty file ``fd``. Fake tensors are written as plain tensors."""
         self._fd = fd
         self._storages: dict[int, tuple[str, UntypedStorage]] = {}
         with os.fdopen(fd, "r+b", closefd=False) as file:
@@ -107,7 +107,7 @@ class Skeleton:
         return done
 
     def finish(self, done: Iterable[Piece], *, may_have_gaps: Callable[[str], bool] = lambda _: False) -> None:
-        """Write the checksums after all values are in the file. Raises RuntimeError for missing or repeated values.
+        """Write the checksums, once all values are in the file. Raises RuntimeError for missing or repeated values.
 
         Args:
             done: the pieces that all ranks have written.
@@ -138,9 +138,9 @@ class Skeleton:
 
 @contextlib.contextmanager
 def archive_at(target: Place, nbytes: int) -> Iterator[tuple[int, WriteAt]]:
-    """Yield the descriptor of a new file for a :class:`Skeleton`, and a function that writes values into the file and
-    must be called with increasing offsets. When the body ends, the complete file, of about ``nbytes`` bytes, is at
-    ``target``. For an object store the descriptor is that of a local file, uploaded together with the values."""
+    """Yield the descriptor of a new file for a :class:`Skeleton`, and a function that writes values into the file. Call
+    this function with increasing offsets. When the body ends, the complete file is at ``target``. ``nbytes``: its
+    approximate size. For an object store the file is a local one, which is uploaded with the values."""
     if not isinstance(target, RemotePath):
         with written_aside(target) as part:
             yield part.fd, partial(write_at, part.fd)
@@ -170,8 +170,8 @@ def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork 
 def write_values(
     write: WriteAt, hole: Record, start: int, values: Tensor, dtype: torch.dtype | None = None
 ) -> list[Piece]:
-    """Write ``values`` [n], cast to ``dtype`` (None: not cast), into the record ``hole`` from byte ``start`` of the
-    record on, by calls of ``write``. Return the written pieces with their checksums."""
+    """Write ``values`` [n], cast to ``dtype`` (None: not cast), into the record ``hole``, from byte ``start`` of the
+    record on. ``write`` writes the bytes. Return the written pieces with their checksums."""
     dtype = dtype if dtype is not None else values.dtype
     size, done = dtype.itemsize, list[Piece]()
     step = CHUNK_NBYTES // size
@@ -191,8 +191,8 @@ def write_values(
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Return the CRC-32 of the record named ``record``, of ``nbytes`` bytes, from that of its pieces ``found``. Raises
-    RuntimeError if pieces overlap or, without ``gaps_are_zeros``, if they leave bytes out."""
+    """Return the CRC-32 of the record named ``record``, of ``nbytes`` bytes, from the CRC-32 of its pieces ``found``.
+    Raises RuntimeError if pieces overlap or, without ``gaps_are_zeros``, if they leave bytes out."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position

@@ -161,7 +161,7 @@ def _open_part(target: Path, folder: bool) -> Part:
 
 def part_name(name: str) -> str:
     """Return a new temporary name for writing the file ``name``. The temporary name begins with a dot and has no ``_``,
-    because Lightning takes files for checkpoints whose name contains ``hpc_ckpt_`` or ``last``."""
+    because Lightning takes a file for a checkpoint if its name contains ``hpc_ckpt_`` or ``last``."""
     stem = name.replace("_", "-").encode()[:_NAME_BYTES].decode(errors="ignore")
     return f".{stem}.{_host()}.{os.getpid()}-{next(_numbers)}.part"
 

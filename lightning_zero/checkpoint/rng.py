@@ -91,8 +91,8 @@ def _bytes(data: bytes) -> Tensor:
 
 def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: Device) -> Generators:
     """Return the generator states with which ``rank`` resumes. ``table``: the saved states by name, each [saved ranks,
-    bytes]. If the number of ranks has changed, the returned states are seeded by a hash of saved states; they differ
-    between ranks unless all saved ranks had equal states."""
+    bytes]. If the number of ranks has changed, the returned states are seeded by a hash of saved states; these seeds
+    differ between ranks unless all saved ranks had equal states."""
     saved = len(table["torch"])
     rows = {name: part[rank % saved] for name, part in table.items()}
     if saved == world_size:

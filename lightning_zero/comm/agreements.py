@@ -48,8 +48,8 @@ def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: 
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Gather as :func:`gather_objects` does, but send on ``group``, whose backend must be on the host (gloo), instead
-    of on the agreement group of the same ranks. Collective."""
+    """Like :func:`gather_objects`, but over ``group``, whose backend must be on the host (gloo), instead of over the
+    agreement group of its ranks. Collective."""
     if dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     try:
@@ -81,7 +81,7 @@ def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool 
 
 
 def gather_if_unequal(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
-    """Return None if ``value`` has one ``repr`` on all ranks, else each rank's value. Blocks. Collective."""
+    """Return None if ``value`` has the same ``repr`` on all ranks, else each rank's value. Blocks. Collective."""
     # Compare all digests, not only this rank's with rank 0's: all ranks must decide alike on the second message.
     digest = hashlib.sha256(repr(value).encode()).digest()
     if len(set(gather_objects(group, digest, waits, f"whether {what} are the same on all ranks"))) == 1:
@@ -129,7 +129,7 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
 
 
 def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
-    """Gather ``row`` ([bytes] uint8, on the host, equally long on all ranks) of each rank on rank 0. Return a tensor
+    """Gather each rank's ``row`` ([bytes] uint8, on the host, equally long on all ranks) on rank 0. Return a tensor
     [ranks, bytes] there; None on other ranks. Blocks. Collective. ``what``: the purpose, in words."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return row.expand(waits.world_size, -1)

@@ -5,8 +5,8 @@ that adds in the same order) and ``exchange_parts`` (for steps of whole tensors)
 for each.
 
 Shards are divided among all ranks or among the ranks of a node (``planning/topology.py``). In the second case another
-message sums a reduced shard over the nodes; in the first case exchanged gradients are summed in two levels. Agreements
-always go over all ranks.
+message sums a reduced shard over the nodes. In the first case gradients that an all-to-all exchanges are summed in two
+levels. Agreements always go over all ranks.
 
 [Note: one order of collectives]
 All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so gathers have
@@ -122,9 +122,9 @@ class Communicator:
         return self._beside[ranks.topology]
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
-        """Send each kind of message that passes will send for ``units`` (the buckets of each unit) once, and drop the
+        """Send one message of each kind that passes will send for ``units`` (the buckets of each unit), and drop the
         results. Collective. NCCL connects ranks at the first message of each group and algorithm, and the host waits
-        meanwhile. In the middle of a pass the other ranks might be waiting for another message of this rank."""
+        meanwhile. In a pass this could hang, because other ranks may wait for another message of this rank."""
         self._units = [*dict.fromkeys(tuple(unit) for unit in units)]
         if self._groups is None or not self.queues:
             return
@@ -166,8 +166,8 @@ class Communicator:
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
     def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]], *, of_node: bool = False) -> Pending:
-        """Start :meth:`all_gather` of several (tensor, label) pairs: as one message where the device has streams.
-        The result of the returned handle is the first tensor. Collective."""
+        """Start :meth:`all_gather` of several (tensor, label) pairs, by one message if the device has streams. The
+        result of the returned handle is the first tensor. Collective."""
         for full, label in fulls:
             self._count("all_gather", label, full, of_node=of_node)
         return self._gather(*fulls[0], "node_gather" if of_node else "gather", together=[full for full, _ in fulls])
@@ -181,13 +181,13 @@ class Communicator:
         factor: float = 1.0,
         total_dtype: torch.dtype | None = None,
     ) -> Reduction:
-        """Sum ``full`` [shard.size * n] over all ranks, times ``factor``. Collective. Overwrites ``full``. The result
-        of the returned handle is this rank's slice of the sum [n] or, with ``whole``, all of the sum, in the memory of
-        ``full`` if dtypes are equal. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends slices in the dtype
-        of ``full``, and each rank adds slices up in ``total_dtype``, in an order that dtypes do not change. With
-        streams this method also issues the messages that follow the sum over the ranks that share shards: a sum over
-        nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait for the first sum, so all
-        ranks issue all messages in the order of reductions."""
+        """Sum ``full`` [shard.size * n] over all ranks and multiply by ``factor``. Collective. Overwrites ``full``. The
+        result of the returned handle is this rank's slice of the sum [n] or, with ``whole``, all of the sum, in the
+        memory of ``full`` if dtypes are equal. With ``total_dtype``, an all-to-all (:attr:`exchanges`) sends slices in
+        the dtype of ``full``, and each rank adds slices in ``total_dtype``, in an order that does not depend on dtypes.
+        With streams this method also issues the messages that follow the sum over the ranks that share shards: a sum
+        over nodes or replicas and, with ``whole``, a gather of all slices. The host does not wait for the first sum, so
+        all ranks issue all messages in the order of reductions."""
         self._count("all_reduce" if whole else "reduce_scatter", label, full, total_dtype)
         in_levels = total_dtype is not None and self.ranks.sum.size > 0
         if self._groups is None:
@@ -235,7 +235,7 @@ class Communicator:
     def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
         """Send a part of ``data`` [bytes] to each rank that shares shards. The result of the returned handle is the
         bytes received, in rank order. ``sizes``: bytes sent to each rank. ``out_sizes``: bytes received from each rank.
-        All ranks must issue exchanges and reductions in one order. Collective."""
+        All ranks must issue exchanges and reductions in the same order. Collective."""
         assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
         out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
         self.counts["all_to_all", label] += 1
@@ -249,8 +249,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def set_place(self, place: str) -> Iterator[None]:
-        """Context manager in which ``waits.place`` says that this rank is at ``place``, for error messages. An
-        exception leaves it set."""
+        """Context manager that sets ``waits.place``, for error messages, to ``place``. An exception leaves it set."""
         before, self.waits.place = self.waits.place, place
         yield
         self.waits.place = before
@@ -283,7 +282,7 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Overwrite ``tensor`` on all ranks by that of rank ``src``, sent to one rank of each replica and from there to
-        the replica's other ranks. Blocks. Collective. ``among``: send in the order of gathers or of reductions. Take
+        the replica's other ranks. Blocks. Collective. ``among``: send over the group of gathers or of reductions. Use
         ``reduce`` while updated parameters may be gathered, because ranks issue those gathers at different moments."""
         if self._groups is None:
             return
@@ -318,8 +317,8 @@ class Communicator:
             return gather_on(self._groups.control, value, self.waits, what)
 
     def gather_checked(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """Gather a small object from each rank, in rank order, over the group of agreements, which is used after
-        exceptions too. Blocks. Collective. ``what``, ``patient``: see :func:`gather_objects`."""
+        """Gather a small object from each rank, in rank order, over the agreement group, which also works after
+        exceptions. Blocks. Collective. ``what``, ``patient``: see :func:`gather_objects`."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
@@ -344,7 +343,7 @@ class Communicator:
         return self._small(tensor, dist.ReduceOp.MAX)
 
     def exchange(self, *values: int) -> list[list[int]]:
-        """Return for each argument a list of the values of all ranks, in rank order. Blocks. Collective."""
+        """Return, for each argument, a list of all ranks' values in rank order. Blocks. Collective."""
         if self._groups is None:
             return [[value] for value in values]
         self._note("exchange", str(values[0]))
@@ -357,8 +356,8 @@ class Communicator:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _gather(self, full: Tensor, label: str, group: str, *, together: Sequence[Tensor] | None = None) -> Pending:
-        """Issue the gather of ``full`` over the process groups' field ``group``, and return a handle of the gather.
-        ``together``: tensors to gather in one operation, of which ``full`` is the first."""
+        """Issue the gather of ``full`` over the process group in field ``group`` of :class:`Groups`, and return its
+        handle. ``together``: all tensors to gather in one operation, ``full`` first."""
         if self._groups is None or self._groups.gather is None:
             # The current stream may still be copying the bytes.
             return self._handle(label, [], lambda: full, kind="transfer", event=self.streams.mark())
@@ -377,8 +376,8 @@ class Communicator:
         return Members(ranks.index, ranks.size, getattr(self._groups, group))
 
     def _sum_in_node(self, full: Tensor, total_dtype: torch.dtype | None) -> Sent:
-        """Sum ``full`` over the ranks of this node that share shards: the first level of a sum in two levels, by one
-        message for each node's slices. The result [nodes * n] has this node's sum of a slice [n] for each node."""
+        """Issue the first level of a sum in two levels: sum ``full`` over the ranks of this node that share shards, by
+        one message for each node's slices. The result [nodes * n] has this node's sum of a slice [n] for each node."""
         slices, among = full.chunk(self.ranks.across.size), self._members("node_sum")
         send = partial(self._transport.reduce, total_dtype=total_dtype)
         if self.queues:  # sum at once, so that the next message is received in the same memory
@@ -388,15 +387,15 @@ class Communicator:
         return Sent([work for one in sent for work in one.works], lambda: torch.cat([one.finish() for one in sent]))
 
     def _sum_nodes(self, sums: Tensor) -> Sent:
-        """Issue the second level of a sum in two levels: add ``sums`` [nodes * n], of :meth:`_sum_in_node`, over the
+        """Issue the second level of a sum in two levels: add ``sums`` [nodes * n], from :meth:`_sum_in_node`, over
         nodes. The result is this rank's slice [n] of the complete sum."""
         assert self._groups is not None
         self._groups.issued["across"] += 1
         return self._transport.reduce(sums, self._members("across"), total_dtype=sums.dtype)
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, in_levels: bool, whole: bool) -> Tensor:
-        """Queue the messages that follow the first sum, of which this rank has ``shard``: the sum over nodes or
-        replicas and, if ``whole``, the gather of all slices. Return this rank's slice of the sum; all if ``whole``."""
+        """Queue the messages that follow the first sum, whose result is ``shard``: the sum over nodes or replicas and,
+        if ``whole``, the gather of all slices. Return this rank's slice of the sum; all slices if ``whole``."""
         assert self._groups is not None
         if in_levels:
             shard = self._finish_in_stream(self._sum_nodes(shard))

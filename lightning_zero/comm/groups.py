@@ -140,9 +140,9 @@ def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: f
 
 @contextlib.contextmanager
 def _connected_when_used(ranks: int) -> Iterator[None]:
-    """Let a group of ``ranks`` ranks that is made in the body connect two ranks at their first message. Otherwise NCCL
-    connects the group at once if the default group is bound to a device, by a split that needs all ranks of the default
-    group; and gloo opens a socket to each rank of a large group, although its rings use two sockets."""
+    """Context manager in which a new group of ``ranks`` ranks connects two ranks only at their first message. Otherwise
+    NCCL connects the group at once if the default group is bound to a device, by a split that needs all ranks of the
+    default group, and gloo opens a socket to each rank of a large group, although its rings use two sockets."""
     default = dist.distributed_c10d._get_default_group()
     bound, default.bound_device_id = default.bound_device_id, None
     sets_gloo = ranks > EAGER_RANKS and "TORCH_GLOO_LAZY_INIT" not in os.environ

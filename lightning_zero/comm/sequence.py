@@ -65,8 +65,8 @@ class SequenceGroup:
         return received.to(self.device)
 
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
-        """Sum ``values`` ([elements] float64) over the ranks of the group, and return the sums. Collective. ``kind``: a
-        number for the kind of mean that is computed, the same on all ranks. If kinds differ, all ranks raise a
+        """Sum ``values`` ([elements] float64) over the ranks of the group, and return the sums. Collective. ``kind``:
+        which kind of mean is computed, as a number that is the same on all ranks. If kinds differ, all ranks raise a
         ConfigError; on a device, where the host does not wait, the returned sums are NaN instead."""
         marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
         total, alike = marked[:-1], marked[-1] == kind * self.size

@@ -25,8 +25,7 @@ class Share(NamedTuple):
 
 
 def share_of_machine(comm: Communicator) -> Share:
-    """Return this rank's index on its machine, the number of ranks there, and this rank's number of cores.
-    Collective."""
+    """Return this rank's :class:`Share`. Collective."""
     cores = sorted(allowed_cores())
     local_rank, in_group = neighbours(comm, machine())
     # A launcher may have given each rank separate cores, or all ranks the same ones.
@@ -41,7 +40,7 @@ def share_of_machine(comm: Communicator) -> Share:
 
 
 def neighbours(comm: Communicator, same: str) -> tuple[int, int]:
-    """Return this rank's index among ranks that pass an equal ``same``, and the number of such ranks. Collective."""
+    """Return this rank's index among the ranks that pass the same text ``same``, and their number. Collective."""
     own = int.from_bytes(hashlib.sha256(same.encode()).digest()[:7])
     (told,) = comm.exchange(own)
     return told[: comm.rank].count(own), max(1, told.count(own))

@@ -44,8 +44,7 @@ class Transport(Protocol):
     waits_on_host: bool = False
 
     def gather(self, full: Tensor, among: Members) -> Sent:
-        """Fill ``full`` [size * n], which has this rank's slice, with the slices [n] of all ranks, in place.
-        Collective."""
+        """Fill ``full`` [size * n], which has this rank's slice [n], with the slices of all ranks. Collective."""
         ...
 
     def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
@@ -61,8 +60,9 @@ class Transport(Protocol):
     def reduce(
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
     ) -> Sent:
-        """Sum ``full`` [size * n] over ranks. The result is this rank's slice of the sum [n]. Collective. ``in_place``:
-        the sum may be stored in ``full``. ``total_dtype``: of the sum, by :func:`exchange`; None: that of ``full``."""
+        """Sum ``full`` [size * n] over ranks. The result is this rank's slice [n] of the sum. Collective. ``in_place``:
+        the sum may overwrite ``full``. ``total_dtype``: sum in this dtype (:func:`exchange`); None: that of
+        ``full``."""
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:

@@ -58,11 +58,11 @@ class Accelerator:
         """Make the host wait for all work of the device."""
 
     def moment(self) -> Any:
-        """Return the present for :meth:`seconds`: an event after all queued work; on the host, the time of a clock."""
+        """Return a moment for :meth:`seconds`: an event after all queued work; on the host, a time of its clock."""
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two results of :meth:`moment`. The work queued before both must be over."""
+        """Return the seconds between two moments of :meth:`moment`. The work queued before both must have ended."""
         return end - begin
 
     # -- memory ----------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return ``device``; if ``device`` is a GPU without an index, with the current GPU's index."""
+    """Return ``device``, with the current GPU's index if it is a GPU without an index."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

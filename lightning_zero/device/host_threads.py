@@ -39,7 +39,7 @@ def bind_to(cores: Collection[int]) -> None:
 @contextlib.contextmanager
 def setting_threads() -> Iterator[None]:
     """Context manager in which ``torch.set_num_threads`` affects only the thread that calls it. On exit, restore the
-    number that threads started later take."""
+    number of threads that threads started later take."""
     asked, over = threading.Event(), threading.Event()
 
     def keep() -> None:

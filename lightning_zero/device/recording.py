@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Open(AbstractContextManager[object]):
-    """A span of a lane that has begun, and is recorded when ``end`` is called, on any thread."""
+    """A span of a lane that has begun. It is recorded when ``end`` is called, on any thread."""
 
     def __init__(self, recorder: Recorder, lane: str, what: str, *, on_host: bool) -> None:
         self._recorder, self._lane, self._what, self._on_host = recorder, lane, what, on_host
@@ -70,7 +70,7 @@ class Recorder:
         self._origin: tuple[Any, float] | None = None
 
     def moment(self, *, on_host: bool = False) -> Any:
-        """Return the present moment: an event after all work queued on the current stream; with ``on_host``, or without
+        """Return a moment: an event after all work queued on the current stream so far; with ``on_host``, or without
         streams, a time of the host's clock in seconds."""
         return time.perf_counter() if on_host else self._accelerator.moment()
 
@@ -137,8 +137,8 @@ _listeners = 0
 
 
 def listen(accelerator: Accelerator) -> Recorder:
-    """Start to record, unless this process records already. Return the recorder. Recording ends after as many calls of
-    :func:`stop` as of this function."""
+    """Start to record, unless this process records already. Return the recorder. Recording ends when :func:`stop` has
+    been called as often as this function."""
     global recorder, _listeners
     if recorder is None:
         recorder = Recorder(accelerator)
@@ -196,9 +196,8 @@ def span(lane: str, what: str, *, on_host: bool = False) -> AbstractContextManag
 
 
 def profiled(kind: str, what: str) -> AbstractContextManager[None]:
-    """Return a context that shows its body as ``zero: <kind> <what>`` in ``torch.profiler`` (NVTX under ``emit_nvtx``);
-    one without effect if this thread is not profiled. ``kind``: ``gather``, ``wait for``, ``reduce``, ``transfer`` or
-    ``step``; ``what``: a unit or bucket."""
+    """Return a context that shows its body as ``zero: <kind> <what>`` in ``torch.profiler`` (NVTX under ``emit_nvtx``).
+    ``kind``: ``gather``, ``wait for``, ``reduce``, ``transfer`` or ``step``; ``what``: a unit or bucket."""
     if not torch.autograd._profiler_enabled():
         return _NOBODY
     return torch.profiler.record_function(f"zero: {kind} {what}")

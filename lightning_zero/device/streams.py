@@ -103,9 +103,9 @@ class Streams:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def hold(self, memory: Any, event: Any) -> None:
-        """Keep ``memory``, allocated on the current or the reduce stream and read by another stream, until ``event``.
-        If more than :data:`HELD` blocks are kept, these two streams, not the host, wait for the oldest block's
-        event."""
+        """Keep ``memory``, which was allocated on the current or the reduce stream, until ``event``, because another
+        stream reads it. If more than :data:`HELD` blocks are kept, the current and the reduce stream, not the host,
+        wait for the oldest block's event."""
         # Dropped earlier, the memory could be overwritten by the stream that allocated it.
         self._held.append((event, memory))
         while self._held and (len(self._held) > HELD or self.accelerator.is_over(self._held[0][0])):

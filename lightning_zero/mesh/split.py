@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Split:
     """Describes how a tensor of ``shape`` is split along ``dim``. ``runs``: the runs of indices of each part. ``part``:
-    the number of this rank's part. ``by``: the setting that causes the split. Optimizer state with the shape of the
+    the index of this rank's part. ``by``: the setting that causes the split. Optimizer state with the shape of the
     parameter is split in the same way."""
 
     shape: tuple[int, ...]

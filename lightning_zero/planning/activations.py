@@ -31,8 +31,8 @@ class Stretch:
     unit: int  # 0: the root, or code between units
     backward: bool  # whether it is in the backward
     nbytes: int  # peak bytes, without parameters, the batch and gradients of parameters
-    begun: frozenset[int] = frozenset()  # numbers of the buckets whose first gradient arrives in the stretch
-    done: frozenset[int] = frozenset()  # numbers of the buckets whose last gradient arrives in the stretch
+    begun: frozenset[int] = frozenset()  # indices of the buckets whose first gradient arrives in the stretch
+    done: frozenset[int] = frozenset()  # indices of the buckets whose last gradient arrives in the stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Activations:
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
     """Activations at two micro-batch sizes, interpolated for other sizes. Interpolation is exact if bytes grow linearly
-    with the size, which they do not if a loss compares samples (contrastive losses). ``measure(size)`` measures another
-    size, slowly, and returns None if the model refuses it."""
+    with the size. They do not if the loss compares samples (contrastive losses). ``measure(size)`` measures activations
+    at another size, which is slow, and returns None if the model refuses the size."""
 
     sizes: tuple[int, int]  # samples; both equal where the model accepts one size only
     measured: tuple[Activations, Activations]
@@ -88,8 +88,8 @@ def peaks_with(
     *,
     state_tensors: States = ADAM_STATES,
 ) -> dict[Phase, Bytes]:
-    """Compute the peak bytes of ``rank`` in each phase: as :func:`memory.peak_bytes`, plus ``activations``.
-    ``activations``: None if unknown; then activations do not count."""
+    """Return the peak bytes of ``rank`` in each phase, as :func:`memory.peak_bytes` does, with the bytes of
+    ``activations`` added. If ``activations`` is None, they do not count."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
     if activations is None:
         return bounds

@@ -1,4 +1,4 @@
-"""Describe a range of a flattened tensor as boxes in the tensor's coordinates, as PyTorch's checkpoints need.
+"""Convert a range of a flattened tensor to boxes in the tensor's coordinates, which PyTorch's checkpoints store.
 
 A range of a row-major matrix is the end of a row, whole rows, and the beginning of a row::
 
@@ -36,7 +36,7 @@ def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
 
 def boxes(shape: Sequence[int], start: int, stop: int, order: Sequence[int] | None = None) -> list[Box]:
     """Divide elements ``[start, stop)`` of a tensor of shape ``shape``, flattened in memory order, into boxes, and
-    return the boxes. ``order``: the tensor's dimensions, slowest in memory first; None: row-major."""
+    return the boxes. ``order``: the tensor's dimensions by falling stride; None: row-major."""
     if order is None or list(order) == sorted(order):
         return _row_major(tuple(shape), start, stop)
     found = _row_major(tuple(shape[d] for d in order), start, stop)

@@ -72,7 +72,7 @@ class BucketShape:
     trainable: bool = True
     whole: bool = False  # replicated and on the device at every stage
     built: tuple[int, ...] | None = None  # bytes of each parameter in its original dtype; None: as masters
-    beside: int = 0  # bytes that decode packed parameters, whole on each rank
+    beside: int = 0  # bytes of what decodes packed parameters; each rank has all of it
     parts: int = 1  # groups of ranks that have different parts of its parameters
 
     @property
@@ -95,7 +95,7 @@ class BucketPlan:
     itemsizes: Itemsizes
     trainable: bool = True
     even_alone: bool = False  # run collectives on a single rank too
-    beside: int = 0  # bytes that decode packed parameters, whole on each rank's device
+    beside: int = 0  # bytes of what decodes packed parameters; each rank's device has all of it
     whole: bool = False  # replicated and on the device at every stage
 
     @property
@@ -126,8 +126,8 @@ class BucketPlan:
 
     @property
     def sent_itemsize(self) -> int:
-        """Return the bytes per element of parameters that are copied to the device: in the masters' dtype if the
-        masters are in host memory, because the device casts; else in the compute dtype."""
+        """Return the bytes per element in which parameters are copied to the device: those of the master dtype if
+        masters in host memory are copied (the device then casts), else those of the compute dtype."""
         as_master = self.trainable and self.tiers.master is Tier.host and self.tiers.compute_param is not Tier.nvme
         return self.itemsizes.master if as_master else self.itemsizes.compute
 
@@ -154,8 +154,8 @@ class BucketPlan:
 
     @property
     def storage_role(self) -> Role:
-        """Return the role of the storage's masters: ``compute_param`` if the masters are also the compute parameters,
-        in the same dtype; else ``master_param``."""
+        """Return the role of the values in the storage: ``compute_param`` if they are also the compute parameters, in
+        the same dtype; else ``master_param``."""
         if not self.copies_master or (self.params_rest is ParamsRest.storage and self.one_dtype):
             return Role.compute_param
         return Role.master_param if self.trainable else Role.compute_param
@@ -220,7 +220,7 @@ class BucketPlan:
         return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     def reduces_apart(self, micro_batches: int) -> bool:
-        """Return whether gradients are reduced in a buffer other than that in which micro-batches add gradients up."""
+        """Return whether gradients are reduced in another buffer than the one that accumulates micro-batches."""
         waits = micro_batches > 1 and self.accumulates_locally
         return not (waits and self.wire_itemsize(micro_batches) == self.itemsizes.grad)
 

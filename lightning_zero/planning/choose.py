@@ -30,7 +30,7 @@ Candidates = Sequence[tuple[Stage, Offload, OffloadConfig]]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The stage and offload setting that ``auto`` takes, as a planned ``row``, with the reason."""
+    """The plan of the stage and offload setting that ``auto`` takes, and the reason for this choice."""
 
     row: Row
     reason: str  # a sentence
@@ -42,8 +42,8 @@ class Choice:
 
 
 def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine:
-    """Return ``machine`` without the share of each memory that stays free: :data:`KEPT_FREE`, and
-    :data:`UNKNOWN_FREE` of device memory unless ``activations_known``."""
+    """Return ``machine`` with less memory. Each size is reduced by the share :data:`KEPT_FREE`, but device memory by
+    :data:`UNKNOWN_FREE` unless ``activations_known``."""
     device = KEPT_FREE if activations_known else UNKNOWN_FREE
     host = max(KEPT_FREE, device if machine.shared else 0.0)
     return replace(
@@ -55,8 +55,8 @@ def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine
 
 
 def choose_row(model: Model, machine: Machine, candidates: Candidates, rates: Rates) -> Choice:
-    """Choose the fastest stage and offload setting of ``candidates`` that fit. Raises ConfigError if none fit. Of
-    equally fast pairs, take the pair that sends least; of these the one that offloads least, then shards least."""
+    """Return the fastest of ``candidates`` (stages with offload settings) that fits; of equally fast ones the one that
+    sends least, then offloads least, then shards least. Raises ConfigError if none fits."""
     usable = with_reserve(machine, activations_known=model.activations is not None)
     rows = [plan_row(model, stage, offload, usable, settings, rates) for stage, offload, settings in candidates]
     fitting = [row for row in rows if row.fits]
@@ -75,8 +75,8 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 
 def largest_batch(model: Model, usable: Machine, row: Row, settings: OffloadConfig) -> int | None:
     """Return the largest micro-batch of a rank, in samples, with which the plan ``row`` fits, up to ``MOST_SAMPLES``.
-    Return None if activations are unknown, or known for one size only. If possible, measure activations of the found
-    size, because bytes may grow faster than samples. ``usable``: the machine without the memory that stays free."""
+    Return None if activations are unknown, or known for one size only. If activations can be measured, the result is
+    checked by measuring, because bytes may grow faster than samples. ``usable``: see :func:`with_reserve`."""
     known = model.activations
     if known is None or not known.scales:
         return None
@@ -143,8 +143,8 @@ def human_bytes(nbytes: float) -> str:
 
 
 def lacks(row: Row, usable: Machine) -> str:
-    """Return in words how many bytes the plan ``row`` needs and how many may be used, on the tier that lacks most;
-    "fits" if no tier lacks memory."""
+    """Describe the largest shortage of the plan ``row``: how many bytes it needs on a tier, and how many may be used.
+    Return "fits" if no tier lacks memory."""
     if row.refused:
         return "has budgets without usable memory"
     if not row.shortages:

@@ -48,7 +48,7 @@ class Model:
     names: tuple[str, ...]  # units, the root first
     shapes: tuple[BucketShape, ...]
     limits: Limits
-    states: int | TensorStates = ADAM_STATES  # number of element-wise state tensors per parameter, or each one's state
+    states: int | TensorStates = ADAM_STATES  # element-wise state tensors per parameter, or each parameter's state
     activations: ByBatchSize | None = None  # activations of a micro-batch; None: not counted
     samples: int | None = None  # size of a micro-batch; default: the smaller measured size
     recomputes: bool = False  # activations include activation checkpointing
@@ -61,7 +61,7 @@ class Model:
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of a micro-batch's forward and backward: 6 for each parameter and sample if not measured."""
+        """Return the FLOPs of a micro-batch's forward and backward; if not measured, 6 per parameter and sample."""
         found = self.micro_batch
         return 6.0 * sum(shape.numel for shape in self.shapes) * (self.samples or 1) if found is None else found.flops
 
@@ -118,7 +118,8 @@ class Advice:
 def plan_row(
     model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig, rates: Rates | None = None
 ) -> Row:
-    """Plan the memory and, with ``rates``, the time of a stage and offload. ``settings``: budgets for ``auto``."""
+    """Plan the memory of a stage and offload setting and, given ``rates``, the time. ``settings``: budgets of
+    ``auto``."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
@@ -158,7 +159,8 @@ def _states(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> St
 
 
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
-    """Return a rank's bytes after a run if the module is gathered (empty if not), and the bytes that its host lacks."""
+    """Return a rank's bytes after a run that gathers the module (else empty), and the bytes that its host then
+    lacks."""
     if model.gather_after_fit is False or not buckets:
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # the shards are spread over several hosts
@@ -172,7 +174,7 @@ def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) ->
 
 def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[BucketPlan]:
     """Plan a rank's buckets. ``machine.hybrid_shard`` decides whether shards are divided among all ranks or among the
-    ranks of a node. ``tiers``: of each unit."""
+    ranks of a node. ``tiers`` has a row for each unit."""
 
     def over(ranks: int) -> list[BucketPlan]:
         return [place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
@@ -218,7 +220,7 @@ def _shortages(
 
 
 def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, rows: Sequence[Row]) -> Advice:
-    """Find how many GPUs ``row`` needs, by doubling hosts, and which offload setting of ``rows`` fits at its stage."""
+    """Find how many GPUs ``row`` needs, by doubling hosts, and the offload in ``rows`` that fits at the same stage."""
     gpus = None
     bigger = machine
     for _ in range(MOST_DOUBLINGS):

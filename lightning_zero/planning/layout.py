@@ -50,8 +50,8 @@ class Fragment:
     stop: int  # end, from the shard's start, with the part of the gap behind the parameter that is in the shard
 
     def within(self, keep: slice) -> tuple[int, int, int] | None:
-        """Intersect this fragment with the range ``keep`` of the shard. Return the intersection's first element, from
-        the parameter's start, and its range, from the fragment's start; None if the intersection is empty."""
+        """Intersect this fragment with the range ``keep`` of the shard. Return the first common element, from the
+        parameter's start, and the common range, from the fragment's start; None if there is none."""
         low, high = max(self.start, keep.start) - self.start, min(self.start + self.numel, keep.stop) - self.start
         return (self.offset + low, low, high) if low < high else None
 
@@ -115,9 +115,9 @@ def lay_out(numels: Sequence[int], world_size: int) -> BucketLayout:
 
 
 def split_by_bytes(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Divide items of ``nbytes`` into groups of at most ``limit`` bytes. Return each group as a list of item indices.
-    Each item goes to the first group with enough room, so that small items (biases) share a group. An item above
-    ``limit`` is alone in a group."""
+    """Divide items into groups of at most ``limit`` bytes. ``nbytes``: the size of each item. Return each group as a
+    list of item indices. Each item goes to the first group with enough room, so that small items (biases) share a
+    group. An item above ``limit`` is alone in a group."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index, size in enumerate(nbytes):
@@ -140,7 +140,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join adjacent fragments with equal ``keys`` into runs, except those of key None. Return (key, run) pairs."""
+    """Join adjacent fragments with equal ``keys`` into runs; leave out those with key None. Return (key, run) pairs."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

@@ -13,7 +13,7 @@ The paper's 16P/N of stage 3 includes a bf16 shard of the parameters. The engine
 each gather, and keeps a bf16 shard only if the masters are kept on another tier.
 
 Memory that two roles share counts once, as ``compute_param``. Padding counts. Activations (see ``activations.py``),
-memory inside libraries, and optimizer state of one number per tensor do not count.
+memory inside libraries, and scalar optimizer state do not count.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Bytes of one rank's optimizer state if some optimizer steps whole tensors. Only the rank that steps a tensor, its
-    owner, has the tensor's state."""
+    """Bytes of a rank's optimizer state if an optimizer steps whole tensors. Only a tensor's owner has its state."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes on the device beside the shards during the step, from owners.step_peak
@@ -97,10 +96,10 @@ def planned_bytes(
     state_tensors: States = ADAM_STATES,
     moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Sum the bytes that ``rank`` keeps allocated, by role and tier. Padding is at the end: rank 0 has the most state.
+    """Sum the bytes that ``rank`` keeps allocated, by role and tier. Rank 0 has the most state: padding is at the end.
 
     Args:
-        state_tensors: number of element-wise state tensors per parameter, or the state of ``rank``.
+        state_tensors: how many element-wise state tensors a parameter has, or the state of ``rank``.
         moment: decides which gradients exist.
     """
     total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
@@ -172,7 +171,7 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
 
 
 def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
-    """Yield (unit, is in backward, bytes of gathered units) for each use. ``nbytes``: see :func:`gathered_peaks`."""
+    """Yield (unit, is in backward, gathered bytes) for each use of a unit. ``nbytes``: see :func:`gathered_peaks`."""
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
     cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
@@ -226,7 +225,7 @@ def peak_bytes(
 
 
 def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
-    """Return the bytes of a rank's slices of units (without the root) kept by its node for the backward; 0 if none."""
+    """Return the bytes of the slices of units, without the root, that a rank keeps for its node until the backward."""
     if not limits.node_ranks:
         return 0
     return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)
@@ -263,8 +262,8 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
 
 def received_nbytes(bucket: BucketPlan, limits: Limits) -> int:
-    """Compute the bytes that a rank receives by the all-to-all of the gradients of ``bucket``, before the local sum.
-    With two levels, the bytes of the sums of each node count too."""
+    """Return how many bytes a rank receives in the all-to-all of the bucket's gradients, before the local sum. If
+    gradients are summed in two levels, each node's sums count too."""
     size = bucket.layout.numel * bucket.wire_itemsize(limits.micro_batches)
     if not limits.sum_ranks:
         return size
@@ -309,7 +308,7 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
 
 
 def read_nbytes(bucket: BucketPlan) -> int:
-    """Return the bytes of host memory into which a gather reads the bucket's shard from a file; 0 if no file has it."""
+    """Return the bytes of host memory into which a gather reads the bucket's shard; 0 if the shard is not in a file."""
     in_file = bucket.reshards and bucket.tiers.compute_param is Tier.nvme
     return bucket.owned_numel * bucket.itemsizes.compute if in_file else 0
 
@@ -345,8 +344,8 @@ def copy_nbytes(params: Iterable[int]) -> int:
 
 
 def reason_not_to_fit(nbytes: int, available: int, where: str) -> str | None:
-    """Return the text of an error if a copy of the whole module, of ``nbytes``, does not fit into ``available`` bytes;
-    None if it fits. ``where``: names the host or device."""
+    """Return the text of an error if a copy of the whole module, of ``nbytes``, needs more than the share :data:`SPARE`
+    of ``available`` bytes; None if it fits. ``where``: names the host or device."""
     if nbytes <= SPARE * available:
         return None
     return (

@@ -34,8 +34,8 @@ def matrix_work(shape: Sequence[int]) -> int:
 
 
 def split_messages(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
-    """Divide tensors among messages, and return each as a list of tensor indices. A message has the tensors of adjacent
-    units, up to ``limit`` bytes, or of one larger unit. ``nbytes``, ``units``: bytes and unit of each tensor."""
+    """Divide tensors among messages. Return each as a list of tensor indices. A message has the tensors of adjacent
+    units, up to ``limit`` bytes, or of one larger unit. ``nbytes``, ``units``: each tensor's bytes and unit."""
     messages: list[list[int]] = []
     room = 0
     for _, places in itertools.groupby(sorted(range(len(units)), key=units.__getitem__), units.__getitem__):
@@ -50,8 +50,8 @@ def split_messages(nbytes: Sequence[int], units: Sequence[int], limit: int) -> l
 
 
 def choose_owners(costs: Sequence[int], ranks: int, kept: Sequence[int | None]) -> list[int]:
-    """Choose the owner of each tensor: the largest tensor first, each to the least loaded rank (LPT; Graham 1969). The
-    result is within 4/3 of the optimum. ``kept``: the owner that has a tensor's state already; ``None``: choose."""
+    """Return each tensor's owner: the least loaded rank, chosen for the most expensive tensor first (LPT; Graham 1969),
+    within 4/3 of the optimum. ``kept``: the rank that stays the owner because it has the state, or ``None``."""
     owners = [0 if owner is None else owner for owner in kept]
     total = [0] * ranks
     for cost, owner in zip(costs, kept, strict=True):
@@ -90,7 +90,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one rank sends to the owners and receives back, and its part as an owner. Sizes are bytes by peer rank."""
+    """What one rank sends and gets back, and what it gets and sends back as an owner. Sizes are bytes by peer rank."""
 
     own: tuple[Piece, ...]  # pieces of this rank's shard in the message to their owners
     owned: tuple[Piece, ...]  # pieces of tensors that this rank owns, in the message that it receives
@@ -102,7 +102,7 @@ class Route:
 
 
 def find_route(transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], rank: int) -> Route:
-    """Plan what ``rank`` sends and receives for the tensors ``transfers`` of a message. ``layouts``: of all buckets."""
+    """Plan what ``rank`` sends and receives for the ``transfers`` of one message. ``layouts``: those of all buckets."""
     ranks = layouts[transfers[0].bucket].world_size if transfers else 1
     others = [other for other in range(ranks) if other != rank]
     own, own_sizes, own_back = _lay_out(transfers, layouts, [(other, rank, other) for other in others], ranks)
@@ -115,7 +115,7 @@ def _lay_out(
     transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
     """Lay out pieces of tensors in the messages between a rank and its peers. ``pairs``: (peer, rank with the shard,
-    owner). Returns the pieces, and by peer the bytes of the messages to the owners and of the messages back."""
+    owner). Returns the pieces, and for each peer the bytes of the message to the owner and of the message back."""
     pieces: list[Piece] = []
     sizes, backs = [0] * ranks, [0] * ranks
     there = back = 0

@@ -72,14 +72,14 @@ OFFLOADS: dict[Offload, TierRow] = {
 assert all(row.grad in (_D, _H) for row in OFFLOADS.values()), "gradients rest on the device or in plain host memory"
 ON_DEVICE = OFFLOADS[Offload.none]
 
-# At every stage, but for when gradients are reduced: norms that keep fp32, and parameters without a placeholder (0-d,
-# one element, empty, integers, complex).
+# The row, at every stage, of norms that keep fp32, and of parameters without a placeholder (0-d, one element, empty,
+# integers, complex). Only ``grad``, which says when gradients are reduced, depends on the stage.
 REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Count a bucket's collectives in a step, by name. ``stays_gathered``: whether parameters of stage 3 stay gathered
-    from each forward to its backward."""
+    """Return how many collectives a bucket takes in a step, by name. ``stays_gathered``: whether parameters of stage 3
+    stay gathered from each forward to its backward."""
     counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     if row.compute_param is _S:
         counts["all_gather"] = micro_batches if stays_gathered else 2 * micro_batches
@@ -106,7 +106,7 @@ class Budgets(NamedTuple):
     nvme: int
 
     def with_given(self, device: int | None, host: int | None, nvme: int | None) -> Budgets:
-        """Return a copy of these budgets, with each argument that is not None in place of the tier's budget."""
+        """Return a copy of these budgets in which each argument that is not None replaces the budget of its tier."""
         pairs = zip((device, host, nvme), self, strict=True)
         return Budgets(*(found if given is None else given for given, found in pairs))
 
@@ -117,10 +117,10 @@ def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budg
 
 
 def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRow]:
-    """Choose the tiers of each unit's masters, optimizer state and gradients. The first units, which the next forward
-    needs first, are on the device, as many as fit. Gradients of all other units are on the host, with the masters and
-    state of as many units as fit then. Masters and state of the last units are in files. Raises ConfigError, with the
-    partial plan, if the budgets are too small."""
+    """Choose the tiers of each unit's masters, optimizer state and gradients. As many of the first units as fit are on
+    the device, because the next forward needs them first. Gradients of all other units are on the host, with the
+    masters and state of as many of these units as then fit. Masters and state of the last units are in files. Raises
+    ConfigError, with the partial plan, if the budgets are too small."""
     state = [unit.state_nbytes for unit in units]
     grad = [unit.grad_nbytes for unit in units]
     count = len(units)

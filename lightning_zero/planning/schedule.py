@@ -30,8 +30,7 @@ class Plan(NamedTuple):
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
     """Return whether a unit of ``nbytes`` can be prefetched within ``prefetch_bytes``. ``waiting``: bytes of each unit
-    that was prefetched and not used yet. If no unit waits, any size can be prefetched, unless ``prefetch_bytes`` is
-    0."""
+    that was prefetched and not used yet. If none waits, any size can be prefetched, unless ``prefetch_bytes`` is 0."""
     return prefetch_bytes > 0 and (not waiting or sum(waiting) + nbytes <= prefetch_bytes)
 
 
@@ -98,7 +97,7 @@ class Cursor:
 
     def up_to(self, unit: int) -> list[int] | None:
         """Return the units to gather next, up to and including ``unit``, and advance past them. Return None, and do not
-        advance, if the rest of the plan does not have ``unit``. A cyclic plan begins again."""
+        advance, if the rest of the plan does not have ``unit``. A cyclic plan continues at its beginning."""
         entries = self.plan.entries
         if self.plan.cyclic and self.position == len(entries):
             self.position = 0

@@ -16,8 +16,8 @@ DEVICE_CHUNK = 1 << 23  # elements of a piece on a device
 
 
 def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
-    """Divide an optimizer step of ``numel`` elements into pieces. Return the elements of a piece and the thread count.
-    ``threads``: host threads that are available; ``None``: the step runs on a device."""
+    """Divide an optimizer step of ``numel`` elements into pieces. Return how many elements a piece has and how many
+    threads to use. ``threads``: how many host threads are available; ``None``: the step runs on a device."""
     if threads is None:
         return DEVICE_CHUNK, 1
     most = max(MIN_CHUNK, min(MAX_CHUNK, HOST_CHUNKS // threads // BLOCK * BLOCK))

@@ -15,10 +15,10 @@ from lightning_zero.planning.placement import Tier
 class TensorState(NamedTuple):
     """The optimizer state of one parameter."""
 
-    optimizer: int = -1  # number of the optimizer that steps it whole; -1: none
+    optimizer: int = -1  # index of the optimizer that steps it whole; -1: none
     work: int = 0  # cost of its step, by owners.matrix_work
     nbytes: tuple[int, ...] = ()  # of each state tensor, if it is stepped whole
-    slices: int = 0  # number of element-wise state tensors, if it is stepped in slices
+    slices: int = 0  # how many element-wise state tensors, if it is stepped in slices
 
 
 class _Tensor(NamedTuple):
@@ -42,8 +42,8 @@ class TensorStates:
 
     def of_fullest_rank(self, buckets: Sequence[BucketPlan], *, has_link: bool = False) -> StateOfRank:
         """Return the optimizer state of the rank that has most, and the bytes that it needs beside its shards during a
-        step. ``has_link``: the device is not the host, so masters and state on other tiers are copied to the device for
-        the step."""
+        step. ``has_link``: the device is not the host, so masters and state on other tiers are copied to it for the
+        step."""
         ranks = max((bucket.layout.world_size for bucket in buckets), default=1)
         by_optimizer: dict[int, list[_Tensor]] = {}
         for number, (bucket, states) in enumerate(zip(buckets, self.tensors, strict=True)):

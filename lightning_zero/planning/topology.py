@@ -1,7 +1,7 @@
 """Compute which ranks form groups, and this rank's index in each group. All arithmetic on ranks is in this file.
 
-:class:`Ranks` has this rank's index in each group, and the number that divides sums of gradients. A :class:`Topology`
-decides which ranks share shards: all ranks (flat), or the ranks of one node (hybrid sharding).
+:class:`Ranks` has this rank's index in each group, and the divisor of sums of gradients. A :class:`Topology` decides
+which ranks share shards: all ranks (flat), or the ranks of one node (hybrid sharding).
 
 ::
 
@@ -57,20 +57,19 @@ class Group:
 
 
 class Ranks(NamedTuple):
-    """This rank's index in each group of ranks, and the number that divides sums of gradients. All code that needs a
-    rank or a number of ranks reads this value."""
+    """This rank's index in each group of ranks, and the divisor of gradient sums. All other code reads these values."""
 
     rank: int
     world_size: int
     topology: Topology
-    batch: Group  # one rank for each batch that ranks compute at a time: ``index`` is the number of this rank's batch
+    batch: Group  # one rank for each batch that ranks compute at a time: ``index`` is that of this rank's batch
     same_batch: Group  # adjacent ranks that get one batch: those of ``sequence`` or ``tensor``
     sequence: Group  # adjacent ranks that divide each sequence of their batch
     tensor: Group  # adjacent ranks that have parts of large matrices
     expert: Group  # adjacent ranks that divide the experts of a mixture
-    parts: Group  # adjacent ranks that have the parts of these parameters, by ``tensor`` or ``expert``; size 1: whole
+    parts: Group  # adjacent ranks among which ``tensor`` or ``expert`` divides these parameters; size 1: undivided
     shard: Group  # ranks that share shards, in shard order
-    replicate: Group  # ranks that have the same shards: ``index`` is the number of this rank's replica
+    replicate: Group  # ranks that have the same shards: ``index`` is that of this rank's replica
     node: Group  # ranks of a node that together keep gathered units for the backward; size 0: units are not kept
     sum: Group  # ranks of a node that sum exchanged gradients first; size 0: all ranks sum them at once
     across: Group  # ranks, one of each node, that add up these sums
@@ -81,8 +80,8 @@ class Ranks(NamedTuple):
 
     @classmethod
     def locate(cls, rank: int, topology: Topology, config: ZeroConfig | None = None) -> Ranks:
-        """Return the groups of ``rank``. ``config``: has the sizes of sequence, tensor and expert parallelism; None:
-        all 1. Raises ConfigError if a size does not divide the number of ranks."""
+        """Return the groups of ``rank``. ``config`` has the sizes of sequence, tensor and expert parallelism, which are
+        1 if it is None. Raises ConfigError if a size does not divide the number of ranks."""
         world_size = sum(map(len, topology.shard_groups))
         check_groups(config, world_size)
         sequence, tensor, expert = (_adjacent(rank, getattr(config, key, 1)) for key in PARALLEL_KEYS)
@@ -123,12 +122,12 @@ def by_part(all_ranks: Topology, parts: int) -> Topology:
 
 
 def over_nodes(names: Sequence[str], hybrid: HybridShard = HybridShard.flat, *, exchanges: bool = False) -> Topology:
-    """Return the topology for ``zero.hybrid_shard=hybrid``. Raises ConfigError if ``hybrid`` needs nodes with equal
-    numbers of ranks, or several nodes of several ranks, and there are none.
+    """Return the topology for ``zero.hybrid_shard=hybrid``. Raises ConfigError if the nodes lack what ``hybrid``
+    requires: equal numbers of ranks, or several nodes of several ranks.
 
     Args:
         names: the node of each rank.
-        exchanges: whether gradients are exchanged. Then ranks of a node sum them first, if several nodes share shards.
+        exchanges: an all-to-all reduces gradients, first among a node's ranks if several nodes share shards.
     """
     nodes = tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names))
     if hybrid is not HybridShard.flat and not is_even(names):
@@ -169,9 +168,9 @@ def is_even(names: Sequence[str]) -> bool:
 
 
 def rounds_of(rank: int, world_size: int) -> list[list[int]]:
-    """Return groups that contain ``rank``. All-reduces in these groups, one after another, equal one over all ranks.
-    Read ranks as numbers whose digits have the groups' sizes as bases: the ranks of a group differ in one digit. A ring
-    all-reduce of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5."""
+    """Return groups that contain ``rank``. All-reduces in them, one after another, equal one all-reduce over all ranks.
+    Written with the groups' sizes as bases of the digits, the ranks of a group differ in one digit. A ring all-reduce
+    of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5."""
     found, stride = list[list[int]](), 1
     while stride < world_size:
         left = world_size // stride

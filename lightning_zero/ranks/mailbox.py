@@ -1,5 +1,5 @@
-"""Send messages to rank 0 without waiting: threads write the messages to the store while ranks train. Print a text of
-all ranks only once."""
+"""Send messages to rank 0 without waiting: threads write the messages to the store while ranks train. Also print once
+what all ranks would print."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(message: bytes) -> Any:
-    """Return the value of a message of :func:`dumps`, without running or importing code of the message. Raises
-    ValueError for other bytes."""
+    """Return the value that :func:`dumps` has encoded, without running code. Raises ValueError for other bytes."""
     try:
         return json.loads(message, object_hook=_made)
     except Exception as error:

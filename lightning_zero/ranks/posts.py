@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 def machine() -> str:
-    """Return a name of this machine and its process-id namespace. Process ids compare only under equal names."""
+    """Return a name of this machine and pid namespace. Process ids are comparable only if these names are equal."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -23,8 +23,8 @@ def machine() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process ``pid`` of this machine lives (a zombie does not). True if that cannot be found out:
-    there is no /proc, or this process can open no more files."""
+    """Return whether the process ``pid`` of this machine lives (a zombie does not). Return True if this cannot be found
+    out, because there is no /proc or this process can open no more files."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -35,10 +35,10 @@ def is_alive(pid: int) -> bool:
 
 
 class RunningTime:
-    """Counts the seconds in which this process runs. A job that a scheduler suspends, or a process that a debugger
-    holds, must not find other ranks late when it goes on.
+    """Counts the seconds in which this process runs. A job that a scheduler has suspended, or a process that a debugger
+    has held, must not take other ranks for late when it continues.
 
-    A thread calls this object every few seconds. A time of more than ``pause_s`` seconds between two calls was a pause.
+    A thread calls this object every few seconds. More than ``pause_s`` seconds between two calls count as a pause.
 
     Attributes:
         paused_s: the seconds of all pauses until the last call.
@@ -66,7 +66,7 @@ class Post:
         beat: number of the post; 0 if the rank has posted nothing.
         place: what the rank is doing, in words.
         wait: number and label of the message that the rank waits for; empty if it waits for none.
-        asked: how often the rank has sent or waited for each message, by label. None until ``wait`` has lasted a beat.
+        asked: how often the rank has sent or waited for each message, by label. None unless ``wait`` has lasted a beat.
         left: the rank has said goodbye: its process ends normally.
     """
 

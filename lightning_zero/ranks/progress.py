@@ -29,13 +29,13 @@ class Count:
 
 
 class LongWork:
-    """Shows on stderr, if ``shows``, how far the long loops, calls and waits are."""
+    """Shows on stderr how far long loops, calls and waits have come. Without ``shows`` it shows nothing."""
 
     def __init__(self, shows: bool = False) -> None:
         self.shows = shows
 
     def items(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """Yield ``items``, and show under the name ``what`` how many of them the caller has worked through."""
+        """Yield ``items``, and show how many of them the caller has worked through. ``what``: the name of this work."""
         with self._lines(what, len(items), str) as at:
             for done, item in enumerate(items):
                 if done:
@@ -71,7 +71,7 @@ class LongWork:
 
     @contextlib.contextmanager
     def _lines(self, what: str, total: int | None, text: Callable[[int], str]) -> Iterator[Callable[[int], None]]:
-        """Yield a function that takes how much of ``what`` is done and shows it. ``total`` is None if unknown."""
+        """Yield a function that shows progress, given how much of ``what`` is done. ``total`` is None if unknown."""
         begin = time.monotonic()
         following = begin + AFTER_S
 

@@ -25,8 +25,8 @@ FILES = "job_checkpoints.jsonl"  # in the run folder: lists the checkpoints that
 # has no scontrol.
 OUTCOME_VARIABLE = "LIGHTNING_ZERO_OUTCOME"
 REQUEUE, REFUSED = "requeue", "refused"
-RUN_DIR_VARIABLE = "LIGHTNING_ZERO_RUN_DIR"  # names the folder of a job to a script of the user's own
-RAISED = "raised-"  # with a rank's number, the name of a file beside it: this rank has raised before any training
+RUN_DIR_VARIABLE = "LIGHTNING_ZERO_RUN_DIR"  # tells a user's own script the run folder of its job
+RAISED = "raised-"  # plus a rank: a file beside the outcome file, which says that this rank has raised before training
 CLOCKS_DIFFER_NS = 3600 * 10**9  # most that the clock of an object store is taken to be late
 MEET_S = 10.0  # seconds that a failed rank waits for others that fail, because srun ends all when one ends
 
@@ -53,7 +53,7 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Return ``text`` as a part of a folder name that a user can also type as an override."""
+    """Return ``text`` without characters that are not allowed in folder names or need quotes in overrides."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "0"
 
 
@@ -98,7 +98,8 @@ def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
 
 
 def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path | str]]:
-    """Return the checkpoints that this job has begun to write, by the callback's state key; remote ones as text."""
+    """Return the checkpoints that this job has begun to write, by the callback's state key. Remote addresses are
+    text."""
     found: dict[str, set[Path | str]] = {}
     with contextlib.suppress(OSError):
         for line in (Path(run_dir) / FILES).read_text().splitlines():
@@ -178,8 +179,8 @@ def write_outcome(word: str) -> bool:
 
 
 def note_raised() -> None:
-    """Make a file beside the outcome file that says that this rank has raised an error before any training. Wait up to
-    :data:`MEET_S` seconds for the files of other ranks: if all ranks raise, the job's script does not requeue it."""
+    """Make a file beside the outcome file, to say that this rank has raised an error before any training. Wait up to
+    :data:`MEET_S` seconds for the files of other ranks: if all raise, the job's script does not requeue the job."""
     path, place = os.environ.get(OUTCOME_VARIABLE), launched()
     if not path or place is None or place.rank is None or place.world_size is None:
         return

@@ -37,7 +37,7 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return launcher and ranks of this process; ``None`` if no launcher has started the process."""
+    """Return this process's launcher and ranks; ``None`` if no launcher has started this process."""
     place = {key: _number(environ, key.upper()) for key in ("rank", "world_size", "local_rank", "local_world_size")}
     if "TORCHELASTIC_RUN_ID" in environ:
         return Launched(by="torchrun", nodes=_number(environ, "GROUP_WORLD_SIZE"), **place)

@@ -26,8 +26,8 @@ seen the first one leave::
     rank 0                                   posts (its thread)                          reads it, raises
     rank 2                                   posts, breaks too      roll call            reads it, raises
 
-A rank that fails by an exception of its own posts that, and is quoted. A rank that has raised saves only if all have
-(``refuse_lonely_save`` in ``trainer/interruptions.py``), and does not wait for others at its exit (``Ended`` in
+A rank that fails by an exception of its own posts this, and others quote it. A rank that has raised saves only if all
+have (``refuse_lonely_save`` in ``trainer/interruptions.py``), and does not wait for others at its exit (``Ended`` in
 ``trainer/processes.py``).
 """
 
@@ -69,7 +69,7 @@ def is_broken_connection(error: BaseException) -> bool:
 
 
 def plain(error: BaseException) -> str:
-    """Return what a backend says in ``error``, without its places in C++ and its wishes."""
+    """Return the message of a backend's ``error``, without its C++ source location and general advice."""
     return re.sub(r"^\[[^\]]*:\d+\] |\. This is typically.*|[\s.]*GLHF!.*", "", str(error), flags=re.DOTALL)
 
 
@@ -80,8 +80,8 @@ class Gone(NamedTuple):
     have_ended: bool
 
     def sentence(self, seen: Mapping[int, Seen], silent_s: float | None = None) -> str:
-        """Return a sentence that names the ranks, or only those without a goodbye if there are any. ``silent_s``: the
-        ranks have posted nothing for so many seconds, and may not have ended."""
+        """Return a sentence that names the ranks, or only those without a goodbye if there are any. ``silent_s``: how
+        long the ranks have posted nothing, if they may not have ended."""
         missed = [rank for rank in self.ranks if not seen[rank].post.left]
         named = [seen[rank].post.name(rank) for rank in missed or self.ranks]
         names = " and ".join(named)
@@ -97,8 +97,8 @@ class Gone(NamedTuple):
 
 
 class Stuck(NamedTuple):
-    """The verdict that all ranks wait, each at a place for a message (its label). ``nobody_comes``: each message lacks
-    a rank that has not sent it; else messages may be on their way."""
+    """The verdict that all ranks wait. ``places``: what each rank is doing. ``labels``: the message that each waits
+    for. ``nobody_comes``: each message lacks a rank that has not sent it; else messages may be on their way."""
 
     places: list[str]
     labels: list[str]
@@ -106,12 +106,12 @@ class Stuck(NamedTuple):
 
 
 def verdict(seen: Mapping[int, Seen], *, silent_s: float, still_s: float = math.inf) -> Gone | Stuck | None:
-    """Judge what ranks have posted; None: go on.
+    """Judge what ranks have posted. Return None if ranks can go on.
 
     Args:
-        seen: the posts of the ranks that count; those of all ranks to find that they are stuck.
+        seen: the posts of the ranks to judge. That ranks are stuck can be found only with the posts of all ranks.
         silent_s: a rank without a beat for so many seconds is gone.
-        still_s: ranks that have waited for the same messages for so many seconds, all of them, are stuck.
+        still_s: ranks are stuck if each of them has waited for the same message for so many seconds.
     """
     ended = [rank for rank, one in seen.items() if one.has_ended]
     gone = ended or [rank for rank, one in seen.items() if one.silent_s >= silent_s]
@@ -159,7 +159,7 @@ class Peers:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _post_first(self, name: str, value: Any) -> Any:
-        """Post ``value`` unless another rank has posted one. Return the one that is posted."""
+        """Post ``value`` unless another rank has posted one. Return the posted value."""
         return json.loads(self._store.compare_set(self._key(name), "", json.dumps(value)))
 
     def forget(self) -> None:
@@ -169,7 +169,7 @@ class Peers:
     # -- what ranks have found --------------------------------------------------------------------------------------
 
     def find_posted(self) -> bool:
-        """Read which rank has ended or failed into :attr:`known`. Return whether a rank was found to have ended."""
+        """Set :attr:`known` to the posted sentence on a rank that ended or failed. Return whether one has ended."""
         gone = self._read("gone")
         self.known = gone[1] if gone is not None else self.known or self._read("failed")
         return gone is not None
@@ -181,9 +181,9 @@ class Peers:
         self.known = self._post_first("failed", f"{self.posts.own.name(self._rank)} failed with {text}")
 
     def tell_gone(self, found: str, *, aloud: bool = False) -> str:
-        """Post ``found``, a sentence about the rank that has ended, unless another is known. Return the one that
-        counts, after a moment in which other ranks can read it if the store ends with this process. ``aloud``: print
-        it if this rank is the first, because a launcher may end this process before an exception is printed."""
+        """Post ``found``, a sentence about the rank that has ended, unless another one is posted. Return the posted
+        one. If the store ends with this process, first give other ranks time to read it. ``aloud``: print the sentence
+        if this rank is the first, because a launcher may end this process before an exception is printed."""
         own = [self._rank, self._read("failed") or found]
         first = self._post_first("gone", own)
         self.known = str(first[1])
@@ -202,8 +202,9 @@ class Peers:
     # -- judging ----------------------------------------------------------------------------------------------------
 
     def call_roll(self, dying_s: float = 0.0) -> tuple[dict[int, Seen], Gone | None]:
-        """Watch the other ranks' posts until a process of this machine has ended, each rank has posted again, or the
-        silent ones must be gone. ``dying_s``: seconds that a process of this machine may still take to end."""
+        """Watch other ranks' posts until a process of this machine has ended, each rank has posted again, or silent
+        ranks must be gone. Return the posts, and a :class:`Gone` or None. ``dying_s``: seconds that a process of this
+        machine may still take to end."""
         seen = self.posts.read(rank for rank in range(self._world_size) if rank != self._rank)
         deadline = time.monotonic() + dying_s
         while not any(self.posts.has_ended(one.post) for one in seen.values()) and time.monotonic() < deadline:
@@ -232,11 +233,11 @@ class Peers:
             return self.known or self.without_store()
 
     def compare_waits(self, wait: str, silent_s: float, asks: bool) -> Gone | Stuck | None:
-        """Judge the posts of all ranks, which are watched for some seconds if all ranks wait.
+        """Judge the posts of all ranks. If all ranks wait, first watch their posts for some seconds.
 
         Args:
             wait: number and label of this rank's wait.
-            asks: read all posts; else only what another rank has found.
+            asks: read all posts. If False, read only what another rank has found.
         """
         told = self._read("stuck")
         if told is not None and told[0][self._rank] == wait:

@@ -48,7 +48,7 @@ class _Wait(NamedTuple):
 
 
 class _Elsewhere:
-    """Stands for the message of a call outside of the engine until the call returns."""
+    """Stands for the message of a call outside of the engine, until the call returns."""
 
     def is_completed(self) -> bool:
         return False
@@ -95,13 +95,13 @@ class Waits:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def wait_work(self, work: Any, label: str, *, patient: bool = False, agrees: bool = True) -> None:
-        """Wait for the message ``work``; a host message takes at most ``stall_timeout_s``. Raises StallError, with what
-        all ranks are doing, if ranks do not come; PeerError, with the rank that is gone, if the connection breaks.
+        """Wait for the message ``work``, at most ``stall_timeout_s`` for a host message. Raises StallError, which says
+        what all ranks do, if ranks do not come; PeerError, which names the ended rank, if a connection breaks.
 
         Args:
-            patient: wait longer while any rank is working; see the module.
-            agrees: the message is an agreement. While this rank waits, it sends pending messages that others may need.
-                A message that is no agreement was counted in :attr:`asked` by the caller, when it was sent.
+            patient: wait longer while any rank works; see the module's docstring.
+            agrees: the message is an agreement. While it waits, this rank sends pending messages that others may need.
+                Other messages than agreements were counted in :attr:`asked` by the caller when they were sent.
         """
         global _wait_of_process
         started = time.monotonic()
@@ -133,7 +133,7 @@ class Waits:
 
     @contextlib.contextmanager
     def elsewhere(self, label: str) -> Iterator[None]:
-        """Mark the body as a wait for all ranks in a call outside of the engine, which has no time limit."""
+        """Context manager that marks its body as a wait for all ranks, outside of the engine and without time limit."""
         global _wait_of_process
         self._go_on(_Elsewhere())  # send everything, because nothing can be sent from inside
         self.asked[label] += 1
@@ -228,7 +228,7 @@ class Waits:
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
-        """Explain ``error``, which ends this rank: add a note on the rank that caused it, or tell others of it."""
+        """Explain ``error``, which ends this rank: add a note on the rank that caused it, or tell it to other ranks."""
         if isinstance(error, PeerError):
             error.__traceback__ = None  # the cause is on another rank, and a hundred lines would hide its name
         if self._watchdog is None or isinstance(error, PeerError | SystemExit):

@@ -35,16 +35,16 @@ _CONNECTIONS: list[tuple[Any, Any]] = []
 
 
 def connection_of_its_own(store: Any) -> Any:
-    """Return a second connection to ``store``, for threads. Opened once, as looking up host names can take seconds."""
+    """Return a second connection to ``store``, for threads. Opened once, because looking up host names can be slow."""
     if not _CONNECTIONS or _CONNECTIONS[0][0] is not store:
         _CONNECTIONS[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
     return _CONNECTIONS[0][1]
 
 
 def within(seconds: float, ask: Callable[[], T], default: T) -> T:
-    """Call ``ask`` in a thread. Return its result; ``default`` if it raises, because the store is gone, or takes longer
-    than ``seconds``, because behind a cut network a store neither answers nor fails, or if no thread can be started:
-    some versions of Python start none once the interpreter is ending."""
+    """Call ``ask`` in a thread and return its result. Return ``default`` if ``ask`` raises (the store is gone) or takes
+    longer than ``seconds`` (behind a cut network a store neither answers nor fails), or if no thread can be started
+    (some versions of Python start none once the interpreter is ending)."""
     found = [default]
 
     def answer() -> None:
@@ -76,7 +76,7 @@ class Watchdog:
     """Posts what this rank is doing, watches other ranks, and ends this process if it is stuck while one is dead.
 
     Args:
-        watched: this rank's :class:`Waits`. Held weakly; the threads end when it is garbage.
+        watched: this rank's :class:`Waits`, held by a weak reference. The threads end when it is garbage-collected.
         store: a connection on which no call blocks for long.
         number: a part of this watchdog's store keys; equal on all ranks, and used only once.
         notices_broken_connections: the backend notices broken connections itself.
@@ -154,7 +154,7 @@ class Watchdog:
             self.leave()  # garbage instead of closed: other ranks may keep their watchdogs
 
     def _holder_ends(self) -> bool:
-        """Return whether rank 0's process, which holds the store, ends. Waits up to a second for that end."""
+        """Return whether rank 0's process, which holds the store, ends within a second. Waits for that."""
         posts, deadline = self.peers.posts, time.monotonic() + DYING_S
         while not posts.has_ended(posts.holder):
             if time.monotonic() > deadline or self._stop.wait(0.05):
@@ -230,8 +230,7 @@ class Watchdog:
         return self.running_s.paused_s
 
     def places_and_silent(self) -> tuple[list[str], list[int]] | None:
-        """Return what every rank is doing, and which ranks post nothing more; ``None`` if the store is gone. Takes some
-        seconds."""
+        """Return what every rank is doing, and which ranks are silent; ``None`` if the store is gone. Takes seconds."""
 
         def ask() -> tuple[list[str], list[int]]:
             seen, gone = self.peers.call_roll()
@@ -250,8 +249,8 @@ class Watchdog:
         within(ANSWER_S, lambda: self.peers.tell(error), None)
 
     def compare_waits(self, *, at_limit: bool = False) -> Gone | Stuck | None:
-        """Judge the waits of all ranks. Takes some seconds. ``at_limit``: the wait has lasted for its time limit, and
-        goes on only if some rank works. Without an answer of the store all ranks are then taken for stuck."""
+        """Judge the waits of all ranks. Takes some seconds. ``at_limit``: the wait has reached its time limit, and
+        continues only if some rank works. All ranks then count as stuck if the store does not answer."""
         asks = at_limit or self._rank % (1 + self._world_size // ASKING) == 0  # other ranks read what these have found
         watched = self._watched()
         wait = watched.waiting if watched is not None else ""
@@ -260,7 +259,7 @@ class Watchdog:
         return within(limit_s, lambda: self.peers.compare_waits(wait, self._limit_s, asks), silence)
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
-        """Post ``place``, a point of the program. Return the other ranks that do not post it in ``timeout_s``."""
+        """Post ``place``, a point of the program. Return the other ranks that do not post it within ``timeout_s``."""
         self._meetings += 1  # so that posts of earlier meetings do not count
         key = f"lightning_zero/{self._number}/meeting {self._meetings} {place}"
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -276,8 +275,8 @@ class Watchdog:
         return list(missing)
 
     def _leave(self) -> None:
-        """Post this rank's goodbye when told to. A thread that waits from the start on does so, because Python 3.12
-        starts none at exit, and any thread that asks the store may be stuck there."""
+        """Post this rank's goodbye when :meth:`leave` asks. This thread runs from the start, because Python 3.12 starts
+        no thread at exit, and any thread that asks the store may be stuck there."""
         self._leaving.wait()
         self.peers.leave()
 
@@ -288,7 +287,7 @@ class Watchdog:
             self._threads["leaves"].join(ANSWER_S)
 
     def stop(self) -> None:
-        """Post that this rank leaves, and end the threads. If another rank is gone, keep the threads, which end this
+        """Post that this rank leaves, and end the threads. If another rank is gone, keep the threads: they end this
         process if a later call hangs."""
         self.leave()
         if self._gone is None:
@@ -334,8 +333,8 @@ def _say_goodbye_at_the_end() -> None:
 
 
 def _say_goodbye() -> None:
-    """Post that this process ends cleanly, else neighbours would think that it was killed; and end the threads. Python
-    ends a thread that is inside the store when the interpreter goes, and C++ then aborts the process."""
+    """Post that this process ends cleanly, so that neighbours do not think that it was killed, and end the threads:
+    Python ends a thread that is inside the store when the interpreter goes, and C++ then aborts the process."""
     error = sys.exc_info()[1]  # in a process of multiprocessing, which still handles what ends it
     fails = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
     if not fails and not hasattr(sys, "last_value"):  # set by an exception that ends the process

@@ -31,9 +31,9 @@ _LOOK_FOR = (
 
 
 class Agreeing(TorchDispatchMode):
-    """A context manager in which random numbers (for dropout, say) are equal in a whole sequence and in its parts: each
-    random tensor is filled with repetitions of a short random pattern, whose length divides ``length``, the number of
-    positions of a part, so that each part begins with a new repetition."""
+    """A context manager in which random numbers (for dropout, say) are equal in a whole sequence and in its parts. Each
+    random tensor is filled with repetitions of a short random pattern. The pattern's length divides ``length``, the
+    number of positions of a part, so each part begins with a new repetition."""
 
     supports_higher_order_operators = True
 
@@ -78,8 +78,8 @@ def _repeat(tensor: Tensor, pattern: Tensor) -> Tensor:
 
 
 class Sums:
-    """Holds, by parameter name, sums of each gradient's elements with random signs, and the sum of their squares. The
-    signed sums of several ranks add up to those of the added gradients. If two gradients differ, their signed sums
+    """Holds sums of each gradient's elements with random signs, and the sum of their squares, by parameter name. The
+    signed sums of several ranks add up to those of the summed gradients. If two gradients differ, their signed sums
     differ by about the norm of the difference. ``rounding``: rounding error of the coarsest dtype of gradients."""
 
     def __init__(self) -> None:
@@ -140,10 +140,10 @@ def unit(found: Iterable[Found]) -> float:
 
 
 def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | None:
-    """Return in words how a training step in parts differs from the same step on whole sequences; None if equal. Sums
-    must agree to half the digits of their dtype, because rounding errors grow from layer to layer. Losses must agree to
-    two thirds of the digits, because errors average out. A gradient that is zero up to rounding (bias of keys in
-    attention) is compared with the norm of all gradients. ``parts``: results of all ranks of the group."""
+    """Describe how a training step in parts differs from the same step on whole sequences; return None if it does not.
+    Sums must agree to half the digits of their dtype, because rounding errors grow from layer to layer. Losses must
+    agree to two thirds of the digits, because errors average out. A gradient that is zero up to rounding (bias of keys
+    in attention) is compared with the norm of all gradients. ``parts``: results of all ranks of the group."""
     found = []
     for number, (expected, got) in enumerate(zip(whole.losses, parts[0].losses, strict=False)):
         if not near(got, expected, rounding):
@@ -165,7 +165,7 @@ def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | N
 
 
 def difference_of_evaluations(whole: Found, parts: Sequence[Found], rank: int, rounding: float) -> str | None:
-    """Return in words how an evaluation in parts differs from one on whole sequences; ``None`` if it does not.
+    """Describe how an evaluation in parts differs from one on whole sequences; return ``None`` if it does not.
 
     A logged value must equal the mean over parts, or their sum, minimum or maximum if the value is logged with this
     reduction. A tensor that this rank returned must equal the tensor of the evaluation on whole sequences, or this

@@ -125,7 +125,7 @@ class SequencePart:
         return mean
 
     def mean_over(self, mean: Tensor, tokens: Any) -> Tensor:
-        """Return the mean over the tokens of all parts. Collective. ``mean``: over this part, of ``tokens`` tokens."""
+        """Return the mean over all parts' tokens. Collective. ``mean``: that of this part, over ``tokens`` tokens."""
         if isinstance(tokens, bool) or not isinstance(tokens, (int, float, Tensor)):
             raise ConfigError(
                 'zero.loss=tokens: expected a number or a tensor of one element for "tokens", which training_step '

@@ -92,8 +92,7 @@ def _split_mapping(module: nn.Module, batch: Mapping[str, Any], part: SequencePa
 
 
 def _check_positions(batch: Mapping[str, Any], positions: Any, mask: Any) -> None:
-    """Raise ConfigError if a sequence in ``batch`` holds several texts, or if padding comes before a text and there are
-    no ``position_ids``."""
+    """Raise ConfigError if a sequence holds several texts, or if padding precedes a text without ``position_ids``."""
     packed = [key for key in _PACKED if batch.get(key) is not None]
     if isinstance(positions, Tensor) and positions.dim() == 2 and mask is None and (positions.diff(dim=1) != 1).any():
         packed.append("position_ids that restart inside a sequence")
@@ -288,7 +287,7 @@ class SequenceSteps:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Let a backward in the body recompute blocks on the part of a sequence that the blocks' forward had."""
+        """Context manager in which a backward recomputes blocks on the part of a sequence that their forward had."""
         if self._part is None or current() is not None:
             yield
         else:
@@ -326,8 +325,8 @@ def check_alike(batch: Any, group: SequenceGroup, key: str = "zero.sequence_para
 
 
 def _fingerprint(batch: Any) -> int:
-    """Return a hash of a batch's shapes and of its values on the host. Values on a device are skipped, because the host
-    would have to wait for them."""
+    """Hash a batch's shapes and its values on the host. Values on a device are skipped: the host would wait for
+    them."""
     found = 0
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):

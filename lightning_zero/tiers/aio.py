@@ -38,7 +38,7 @@ _OTHER_HINT = "Check the folder, or choose another zero.offload.nvme_path."
 
 
 class DiskError(OSError):
-    """Raised when an operation on a file fails and is not retried again. The message names file, cause and remedy."""
+    """Raised when an operation on a file fails, if retries do not help. The message names file, cause and remedy."""
 
 
 @dataclass(slots=True)
@@ -53,8 +53,8 @@ class Syscalls:
 
 
 class Joined:
-    """Combines ``parts`` parts of a request in one ``future``, which is done, with the first error, when all parts are
-    done. An error does not end the future early: the caller would reuse the buffer while other parts still use it."""
+    """Joins a request's parts (``parts`` of them) in one ``future``, which is done, with the first error, when all
+    parts are done. An error does not end it early: the caller would reuse the buffer while other parts use it."""
 
     def __init__(self, parts: int) -> None:
         self.future: Future[Any] = Future()

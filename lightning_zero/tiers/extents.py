@@ -45,7 +45,7 @@ class Extent:
 
 
 def lay_out(wanted: Sequence[Wanted], base: int, align: int) -> tuple[list[Extent], int]:
-    """Return extents for ``wanted`` from byte ``base`` on, each padded to a multiple of ``align``, and total bytes."""
+    """Return extents for ``wanted`` from byte ``base`` on, padded to multiples of ``align``, and their total bytes."""
     extents, total = [], 0
     for label, numel, dtype in wanted:
         extents.append(Extent(label, numel, dtype, base + total))

@@ -47,8 +47,8 @@ class HostTier:
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
-        """Allocate one slab and return an extent in it for each tensor in ``wanted``. Raises ConfigError if memory or
-        budget is too small."""
+        """Return an extent in a new slab for each of ``wanted``. Raises ConfigError if memory or budget is too
+        small."""
         extents, total = lay_out(wanted, 0, HOST_ALIGN)
         # Hold the lock to the end: two threads that only look could both find the same memory free.
         with self._lock:

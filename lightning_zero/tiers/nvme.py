@@ -51,9 +51,9 @@ class NvmeTier:
     Args:
         path: an existing, writable folder on a local disk. Raises ConfigError if it is not, if it is full, or if
             another live job uses it.
-        instance: number of this tier, if the process has several in one folder (one per model).
+        instance: index of this tier, if the process has several in one folder (one per model).
         budget: bytes that this rank may hold in files; None: no limit.
-        ring_count, ring_nbytes: number and bytes of the ring's buffers, all the host memory that this tier takes.
+        ring_count, ring_nbytes: number of the ring's buffers, and bytes of each. The tier takes no other host memory.
             An extent that is larger than a buffer is copied in pieces.
     """
 
@@ -169,7 +169,7 @@ class NvmeTier:
             self._file.shrink(self._regions.end)
 
     def close(self) -> None:
-        """Wait for operations in flight, whose futures raise their errors, and remove the file. A second call does
+        """Wait for operations in flight (futures raise their errors), and remove the file. A second call does
         nothing."""
         if self._closed:
             return

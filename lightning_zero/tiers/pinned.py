@@ -50,13 +50,13 @@ class PinnedPair(_Pinned):
         super().__init__(accelerator, 2 * PAIR_NBYTES)
 
     def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return a tensor [numel] of at most ``PAIR_NBYTES`` in the first buffer if ``turn``, the number of the piece,
+        """Return a tensor [numel] of at most ``PAIR_NBYTES``: in the first buffer if ``turn``, the index of the piece,
         is even, else in the second buffer."""
         return self._taken().tensor(turn % 2 * PAIR_NBYTES, dtype, numel)
 
 
 class Sender(PinnedPair):
-    """Copies unpinned host memory to the device, cast on the host to the target's dtype. Only the caller waits."""
+    """Copies unpinned host memory to the device. The host casts it to the target's dtype. Only the caller waits."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
@@ -100,8 +100,8 @@ class Landing:
         self._under_way: deque[tuple[Future[None], Tensor]] = deque()
 
     def compute_asked(self, grad: Tensor) -> tuple[dict[float, Tensor], Tensor | None]:
-        """Compute on the device, and return, the norms of `grad` by norm type and whether `grad` is finite: only what
-        callers have asked for earlier (else no norms, and None)."""
+        """Return the norms of `grad` by norm type, and whether `grad` is finite, computed on the device. Only what
+        callers have asked for earlier is computed; otherwise there are no norms, and the second result is None."""
         wide = torch.promote_types(grad.dtype, torch.float32)
         norms = {kind: torch._foreach_norm([grad], kind, dtype=wide)[0] for kind in sorted(self.asked_norms)}
         return norms, torch.isfinite(grad).all() if self.asked_finite else None

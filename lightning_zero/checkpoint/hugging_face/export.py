@@ -1,7 +1,7 @@
 """Export a sharded model to a Hugging Face folder, or yield the tensors that such a folder would hold.
 
-To export, each rank writes its ranges of tensors. Only tensors that must be converted are gathered. An object store
-does not accept ranges, so for an export to one all tensors are gathered, one after another, and rank 0 uploads them."""
+Each rank writes its ranges of tensors. Only tensors that must be converted are gathered. An object store does not
+accept ranges, so all tensors for an object store are gathered, one after another, and rank 0 uploads them."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class _Tensors:
 
     @outside_autograd
     def _plan(self) -> tuple[dict[str, Any], dict[str, Tensor], Outgoing]:
-        """Return the engine's sharded state dict, a second dict of its tensors on meta with the dtypes in the files,
-        and the export plan. Collective."""
+        """Return the engine's sharded state dict, the same tensors on meta with the dtypes in the files, and the export
+        plan. Collective."""
         state = sharded_state_dict(self._engine)
         like = {key: self._like(key, value) for key, value in state.items() if isinstance(value, Tensor)}
         first: dict[int, Tensor] = {}  # one object for each object of ``state``, so that tied parameters stay tied
@@ -188,8 +188,8 @@ class _Export(_Tensors):
         return self._engine.comm.long_work.items(items, f"exporting to {self._path.name}, in {what}")
 
     def _is_gathered(self, value: Any) -> bool:
-        """Return whether ``value`` must be gathered before it is written: always for an object store, else if it is a
-        sharded tensor that is not row-major as tensors in files are."""
+        """Return whether ``value`` must be gathered before it is written: any tensor for an object store, else only a
+        sharded tensor that is not row-major (tensors in files are row-major)."""
         return self._is_remote or (isinstance(value, TensorParts) and list(value.order) != sorted(value.order))
 
     # -- steps on all ranks ---------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def write_extras(
 
 def _companions(origin: str) -> dict[str, bytes] | None:
     """Return the contents of the tokenizer and processor files in the folder ``origin``, by file name. Return None if
-    there is no such folder and, with a warning, if reading fails."""
+    there is no such folder. If reading fails, warn and return None."""
     try:
         source = place(os.path.expanduser(origin))
         if not source.is_dir():

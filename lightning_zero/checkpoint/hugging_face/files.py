@@ -1,5 +1,5 @@
-"""Find the names and layouts with which a Hugging Face folder has the tensors of a module, and write safetensors files
-from several processes, in any order.
+"""Find the names and layouts that a module's tensors have in a Hugging Face folder, and write safetensors files from
+several processes, in any order.
 
 Names lose the prefix that the model has in its LightningModule. Tensors that transformers converts at loading are
 converted back, and tied parameters appear once. For a PEFT model PEFT's own functions decide what is written.
@@ -43,7 +43,7 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 class Group(NamedTuple):
     """Tensors of a module that have another layout in the files. ``members``: their keys in the module. ``results``:
-    the tensors in the files, on meta, by name. ``convert``: maps the members' values by key to the results' by name."""
+    the tensors in the files by name. ``convert``: makes the results' values (by name) from the members' (by key)."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -63,7 +63,7 @@ class Outgoing(NamedTuple):
     reads: tuple[str, ...] = ()
 
     def files(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors to export, by file and by name. ``state``: the module's tensors by key, all on meta."""
+        """Return the tensors to export, by file, then by name. ``state``: the module's tensors by key, all on meta."""
         tensors = {name: state[key] for name, key in self.renamed.items()}
         tensors |= {name: value for group in self.groups for name, value in group.results.items()}
         if not self.adapters:
@@ -76,7 +76,7 @@ class Outgoing(NamedTuple):
 
 
 def alone(renamed: Mapping[str, str], state: Mapping[str, Tensor]) -> list[Group]:
-    """Return a group for each tensor of ``renamed`` (name in the files -> key in ``state``) that converts nothing."""
+    """Return, for each tensor of ``renamed`` (name in the files -> key in ``state``), a group that converts nothing."""
     named = lambda name, key, values: {name: values[key]}  # noqa: E731
     return [Group((key,), {name: state[key]}, partial(named, name, key)) for name, key in renamed.items()]
 
@@ -174,9 +174,9 @@ def _on_meta(value: Tensor) -> Tensor:
 
 
 def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
-    """Return plain values that describe the transformers model in ``module``, with which a checkpoint can be converted
-    without the user's code. Return None if there is no such model, or if it has adapters. ``source``: the folder from
-    which the model was loaded."""
+    """Describe the transformers model in ``module`` by plain values, with which a checkpoint can be converted without
+    the user's code. Return None if there is no such model or it has adapters. ``source``: the folder it was loaded
+    from."""
     model, prefix = hugging_face_model(module)
     if model is None or prefix.endswith("base_model.model."):  # with adapters
         return None
@@ -225,9 +225,9 @@ class Place(NamedTuple):
 
 
 class Files:
-    """Assigns each of ``tensors`` (on meta, by file and by name in the file) a position in a safetensors file. A file
-    of more than ``shard_nbytes`` is split; a larger tensor has a file by itself. ``places``: the positions, by the
-    tensor's name, with the folder of its file and "/" in front if the file is in a folder."""
+    """Assigns each of ``tensors`` (on meta, by file, then by name) a position in a safetensors file. A file of more
+    than ``shard_nbytes`` is split; a larger tensor has a file by itself. ``places``: the positions, by the tensor's
+    name, with the folder of its file and "/" in front if the file is in a folder."""
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], shard_nbytes: int) -> None:
         self.names: list[str] = []
@@ -275,7 +275,8 @@ class Files:
             )
 
     def make(self, folder: Path) -> None:
-        """Make all files in ``folder`` in full length, with headers but no values; also the index of several files."""
+        """Create all files in ``folder`` in full length, with headers but no values, and an index if they are
+        several."""
         for name, (head, size) in self.heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
             with (folder / name).open("wb") as file:
@@ -316,8 +317,8 @@ class Writer:
         self.__exit__()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write ``values`` [n], cast to the dtype in the file, to elements ``[start, start + n)`` of the flattened
-        row-major tensor ``name``."""
+        """Write ``values`` [n], cast to the file's dtype, to elements ``[start, start + n)`` of the flattened tensor
+        ``name``."""
         place = self._files.places[name]
         write, dtype = self._opened(place.file), place.dtype
         for low in range(0, values.numel(), CHUNK):
@@ -335,8 +336,7 @@ class Writer:
 
 
 class _Uploads(Writer):
-    """Writes the files into a folder of an object store, each from its first byte to its last. The files appear in the
-    store when ``stack`` exits."""
+    """Writes files into a folder of an object store, each from first to last byte. They appear when ``stack`` exits."""
 
     def __init__(self, files: Files, folder: remote.RemotePath, stack: contextlib.ExitStack) -> None:
         super().__init__(files, Path())
@@ -368,7 +368,7 @@ class _Uploads(Writer):
 def written(files: Files, target: remote.Place) -> Iterator[tuple[Path, Writer]]:
     """Yield a local folder for small files, and a writer of ``files``. When the body ends, all these files are in the
     new folder ``target``; if the body fails, none is. In an object store the small files appear before ``files``, and
-    the index of ``files`` last."""
+    the index last."""
     if not isinstance(target, remote.RemotePath):
         with written_aside(target, folder=True) as part, Writer(files, part.path) as writer:
             files.make(part.path)

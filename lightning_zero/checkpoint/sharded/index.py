@@ -79,8 +79,7 @@ def make_index(entries: Iterable[Entry], folder: str, extra: str = EXTRA) -> Met
 
 
 def as_bytes(index: Metadata) -> bytes:
-    """Return the bytes of the file ``.metadata``: ``index`` as a pickle, then a checksum of the pickle, which other
-    readers of the format ignore."""
+    """Return the bytes of ``.metadata``: ``index`` as a pickle, then a checksum of it, which other readers ignore."""
     data = pickle.dumps(index)
     return data + _TRAILER % zlib.crc32(data)
 

@@ -30,7 +30,7 @@ class Item(NamedTuple):
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     box: Box
-    order: tuple[int, ...]  # dimensions, slowest in memory first
+    order: tuple[int, ...]  # dimensions by falling stride
     source: Any  # a Part, a Tensor, or the value
 
     @property
@@ -77,7 +77,7 @@ class Entry(NamedTuple):
 
 
 def unflattened(flat: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """View ``flat`` [numel] as a tensor of shape ``sizes``. ``order``: that tensor's dimensions, slowest first."""
+    """View ``flat`` [numel] as a tensor of shape ``sizes``. ``order``: its dimensions by falling stride."""
     return flat.view([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
 
 

@@ -254,7 +254,7 @@ def detached(items: Sequence[Item]) -> list[Item]:
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """Return a host tensor with the values of ``tensor`` whose storage has no further values, because torch.save writes
+    """Return the values of ``tensor`` as a host tensor whose storage has no other values, because torch.save writes
     complete storages. A host tensor without gaps between its elements is not copied."""
     host = tensor.detach().cpu()
     if not host.numel() or host.untyped_storage().nbytes() == host.nbytes:
