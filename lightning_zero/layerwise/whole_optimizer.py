@@ -16,6 +16,7 @@ its closure in its middle (LBFGS). Other ranks then call the closure as often as
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -34,7 +35,7 @@ from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
-from lightning_zero.layerwise.closures import StepWithClosure
+from lightning_zero.layerwise.messages import Message, broadcast_from_owner, transfer_of
 from lightning_zero.layerwise.owned import Owned, WholeTensor
 from lightning_zero.optimizers.known import hooks_set_aside
 from lightning_zero.optimizers.probe import probe
@@ -44,7 +45,6 @@ from lightning_zero.optimizers.trial import refuse_wrapped_state, step_of
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.owners import (
     MessageBytes,
-    Piece,
     Route,
     Transfer,
     choose_owners,
@@ -217,7 +217,7 @@ class WholeOptimizer(Stepper):
                     if tensor.is_here:
                         values.copy_(own[slot, leaf.name])
                     if tensor.travels or tensor.is_broadcast:
-                        _broadcast(tensor, values)
+                        broadcast_from_owner(tensor, values)
                     yield slot, leaf, values
 
     def has_stepped(self, bucket: Bucket) -> bool:
@@ -399,164 +399,126 @@ class WholeOptimizer(Stepper):
             raise error
 
 
-Flat = tuple[Tensor, Tensor | None]  # values and gradient, or None
+class StepWithClosure:
+    """One step. Owners call the class's ``step``; other ranks run the closure when the owners' steps do. In the closure
+    parameters have the values that the step has written, and param groups list the model's parameters.
 
-
-# -- messages ---------------------------------------------------------------------------------------------------------
-
-
-class Message:
-    """Sends ``tensors`` to their owners in one message, and back in another. Other ranks own some of the tensors.
-    ``used``: ids of the parameters that have a gradient. ``find``: returns this rank's route for tensors to send."""
+    All owners, of which each replica of the shards has one, see the loss of rank 0, so that they take the same way."""
 
     def __init__(
-        self,
-        tensors: Sequence[WholeTensor],
-        used: set[int],
-        owned: Owned,
-        comm: Communicator,
-        find: Callable[[tuple[Bucket, ...], tuple[Transfer, ...]], Route],
+        self, whole: WholeOptimizer, around: AroundStep, comm: Communicator, closure: Callable[[], object]
     ) -> None:
-        self._comm, self._owned, self.tensors = comm, owned, tensors
-        self._with_grad = used & {id(t.info.param) for t in tensors if t.bucket.grad_store.is_there}
-        self.buckets = tuple(dict.fromkeys(tensor.bucket for tensor in tensors))
-        self._travel = [tensor for tensor in tensors if tensor.travels]
-        self.here = [tensor for tensor in tensors if tensor.is_here]
-        there = tuple(transfer_of(tensor, self.buckets, self._with_grad) for tensor in self._travel)
-        self._route = find(self.buckets, there) if there else None
-        first = self.buckets[0].label
-        self._label = first if len(self.buckets) == 1 else f"{first} and {len(self.buckets) - 1} more"
+        self._whole, self._around, self._comm, self._closure = whole, around, comm, closure
+        self._places = [place for group in whole.places() for place in group]
+        self._messages: list[Message] = []  # empty while the closure runs
+        self._here: list[WholeTensor] = []
+        self._grads: list[tuple[Tensor | None, int]] = []  # of tensors here when they came, with versions
+        self._listed = contextlib.ExitStack()
+        self._loss: object = None  # of this rank's first closure
 
-    def begin_open(self) -> None:
-        for bucket in self.buckets:
-            bucket.storage.begin_open()
-
-    def bring(self, *, state: bool = True) -> None:
-        """Send shards of masters and gradients to the owners, and set this rank's full parameters. Collective.
-        ``state``: False if the optimizer state is where the step needs it, because a step goes on."""
-        for bucket in self.buckets:
-            bucket.storage.open(to_write=True)
-        came = {} if self._route is None else self._exchanged(self._route)
-        for tensor in self.here:
-            if tensor.travels:
-                (values, grad), info = came.pop(id(tensor)), tensor.info
-                shaped = None if grad is None else grad.as_strided(info.shape, info.strides)
-                self._owned.show(tensor, values.as_strided(info.shape, info.strides), shaped, state=state)
-            else:
-                self._owned.show(tensor, *self._in_place(tensor), state=state)
-
-    def _exchanged(self, route: Route) -> dict[int, Flat]:
-        """Exchange shards along ``route``. Return {tensor's ``id``: (flat values, flat gradient or None)} for the
-        tensors that this rank owns."""
-        data = torch.empty(sum(route.own_sizes), dtype=torch.uint8, device=self._comm.device)
-        for piece, tensor in self._pieces(route.own):
-            values, grad = self._shards(tensor)
-            part = slice(piece.start, piece.start + piece.numel)
-            _at(data, piece.value, piece.numel, values.dtype).copy_(values[part])
-            if grad is not None:
-                _at(data, piece.grad, piece.numel, grad.dtype).copy_(grad[part])
-        label = f"{self._label} (whole tensors)"
-        data = self._comm.exchange_parts(data, route.own_sizes, route.owned_sizes, label).wait()
-        found: dict[int, Flat] = {}
-        for tensor in self._travel:
-            if tensor.is_here:
-                whole = torch.empty(tensor.info.numel, dtype=tensor.bucket.dtypes.master, device=self._comm.device)
-                found[id(tensor)] = whole, torch.empty_like(whole) if self._has_grad(tensor) else None
-        for piece, tensor in self._pieces(route.owned):
-            values, grad = found[id(tensor)]
-            part = slice(piece.offset, piece.offset + piece.numel)
-            values[part].copy_(_at(data, piece.value, piece.numel, values.dtype))
-            if grad is not None:
-                grad[part].copy_(_at(data, piece.grad, piece.numel, tensor.bucket.dtypes.grad))
-        for piece, tensor in self._pieces(route.kept):
-            own = slice(piece.start, piece.start + piece.numel)
-            for target, shard in zip(found[id(tensor)], self._shards(tensor), strict=True):
-                if target is not None and shard is not None:
-                    target[piece.offset : piece.offset + piece.numel].copy_(shard[own])
-        return found
-
-    def _has_grad(self, tensor: WholeTensor) -> bool:
-        return id(tensor.info.param) in self._with_grad
-
-    def _shards(self, tensor: WholeTensor) -> Flat:
-        """Return this rank's masters of the tensor's bucket, and their gradient if the tensor has one."""
-        return tensor.bucket.master, tensor.bucket.grad if self._has_grad(tensor) else None
-
-    def _in_place(self, tensor: WholeTensor) -> Flat:
-        """Return (values, gradient or None) of a tensor whose masters are complete on this rank. The results are views
-        of masters and gradients that are on the device, and copies of others."""
-        bucket, device = tensor.bucket, self._comm.device
-        master, grad = self._shards(tensor)
-        values = bucket.part_of(master, tensor.info).detach().to(device)
-        return values, None if grad is None else bucket.part_of(grad, tensor.info).to(device, values.dtype)
-
-    def give_back(self, *, state: bool = True) -> Exception | None:
-        """Send the stepped values of this rank's tensors back to the ranks of their shards, and write masters and, with
-        ``state``, optimizer state to storages. Collective. Return the error if a write fails, None if all succeed:
-        other ranks wait for this rank, so this method must not raise."""
-        for tensor in self.here:
-            if not tensor.travels:
-                place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
-                if tensor.key.data_ptr() != place.data_ptr() or tensor.key.device != place.device:
-                    place.copy_(tensor.key.detach())
-        for tensor in self.tensors:
-            if tensor.is_broadcast:
-                place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
-                place.copy_(_broadcast(tensor, place.to(self._comm.device)))
-        if self._route is not None:
-            self._return(self._route)
-        for tensor in self.here:
-            self._owned.hide(tensor)
-        failed: Exception | None = None
-        for bucket in self.buckets:
+    def run(self) -> object:
+        """Return the result of the class's ``step`` or, on ranks that own nothing, of the first closure. Collective."""
+        whole, optimizer, result = self._whole, self._whole.optimizer, None
+        error: Exception | None = None
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(self._comm.device.type):
+            self._bring(state=True)
+            before, is_owner = Watch(optimizer), bool(self._here)
             try:
-                if state:
-                    self._owned.move_to_tier(bucket)
-            except Exception as error:
-                failed = error
-            bucket.copy_master_to_params()
-            bucket.storage.close(changed=True)
-        return failed
+                if is_owner:
+                    with hooks_set_aside(optimizer):
+                        result = step_of(optimizer)(optimizer, self._evaluate)
+                    whole.look_at_state(self._here)
+                else:
+                    while self._agree_to_call(None):
+                        self._call()
+                    result = self._loss
+            except Exception as raised:
+                if not self._messages:  # the closure has raised
+                    raise
+                error = raised
+            if is_owner:
+                self._agree_to_call(False)
+            effects = before.effects([is_owner] * len(optimizer.param_groups))
+            messages = self._messages
+            error = self._give_back(state=True) or error
+            whole.agree(effects, error)
+        whole.stepped(messages)
+        self._finish()
+        return result
 
-    def _return(self, route: Route) -> None:
-        flat = {id(tensor): tensor.info.flattened(tensor.key.detach()) for tensor in self.here if tensor.travels}
-        data = torch.empty(sum(route.owned_back), dtype=torch.uint8, device=self._comm.device)
-        for piece, tensor in self._pieces(route.owned):
-            part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
-            _at(data, piece.back, piece.numel, part.dtype).copy_(part)
-        for piece, tensor in self._pieces(route.kept):
-            part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
-            tensor.bucket.master[piece.start : piece.start + piece.numel].copy_(part)
-        del flat
-        pending = self._comm.exchange_parts(data, route.owned_back, route.own_back, f"{self._label} (stepped)")
-        data = pending.wait()
-        for piece, tensor in self._pieces(route.own):
-            master = tensor.bucket.master
-            part = master[piece.start : piece.start + piece.numel]
-            part.copy_(_at(data, piece.back, piece.numel, master.dtype))
+    def _evaluate(self) -> object:
+        """Run the closure on all ranks, for the step of an owner. Return rank 0's loss."""
+        self._agree_to_call(True)
+        return self._call()
 
-    def wait_for_rest(self) -> None:
-        for bucket in self.buckets:
-            bucket.storage.wait_for_rest()
+    def _agree_to_call(self, calls: bool | None) -> bool:
+        """Return whether the owners' steps call the closure. If they have cleared gradients before, clear them on all
+        ranks. ``calls``: whether this rank's step does; None: this rank owns nothing. Collective."""
+        cleared = calls is True and self._has_cleared()
+        called, ended, cleared = self._comm.max_(torch.tensor([calls is True, calls is False, cleared]).byte()).tolist()
+        if called and ended:
+            raise RuntimeError("the step of an optimizer called its closure more often on some ranks than on others.")
+        if cleared:
+            for place in self._places:
+                place.info.param.grad = None
+        return bool(called)
 
-    def _pieces(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, WholeTensor]]:
-        return ((piece, self._travel[piece.transfer]) for piece in pieces)
+    def _has_cleared(self) -> bool:
+        """Return whether the step has cleared all gradients. Raise RuntimeError if it has changed them otherwise."""
+        now = [tensor.key.grad for tensor in self._here]
+        pairs = zip(now, self._grads, strict=True)
+        if all(grad is known and (grad is None or grad._version == version) for grad, (known, version) in pairs):
+            return False
+        if any(grad is not None and bool(grad.any()) for grad in now):
+            raise RuntimeError(
+                f"{type(self._whole.optimizer).__qualname__}: expected a step that clears all gradients, or none, "
+                "before it calls its closure, got one that changes them. Change gradients in the closure."
+            )
+        return True
 
+    def _call(self) -> object:
+        """Give the written values back, run the closure, and bring the new values and gradients. Return the loss of
+        rank 0. Collective."""
+        error = self._give_back()
+        if error is not None:
+            raise error
+        self._finish()
+        with torch.enable_grad():
+            loss = self._closure()
+        if self._loss is None:
+            self._loss = loss
+        if isinstance(loss, (Tensor, float)):
+            shared = torch.as_tensor(loss, dtype=None if isinstance(loss, Tensor) else torch.float64).detach().clone()
+            self._comm.broadcast(shared)
+            loss = shared if isinstance(loss, Tensor) else float(shared)
+        self._bring()
+        return loss
 
-def _broadcast(tensor: WholeTensor, values: Tensor) -> Tensor:
-    """Overwrite ``values`` on all ranks by those of the owner in the first replica, and return them. Collective."""
-    comm = tensor.bucket.comm
-    comm.broadcast(values, comm.ranks.topology.shard_groups[0][tensor.owner])
-    return values
+    def _bring(self, *, state: bool = False) -> None:
+        grads = self._around.passes.sharded_grads
+        self._around.begins(self._places)
+        grads.refuse_undivided()
+        buckets = {place.bucket for place in self._places if place.bucket.plan.trainable}
+        self._messages = self._whole.messages(grads.used_params(), buckets)
+        for message in self._messages:
+            message.bring(state=state)
+        self._here, lists = self._whole.here(self._messages)
+        grads_here = [tensor.key.grad for tensor in self._here]
+        self._grads = [(grad, 0 if grad is None else grad._version) for grad in grads_here]
+        if self._here:
+            self._listed.enter_context(listed(self._whole.optimizer, lists))
 
+    def _give_back(self, *, state: bool = False) -> Exception | None:
+        """Return the error if a write to a tier fails. Until the end of a step, which refers to the state, leave the
+        state where it is."""
+        self._listed.close()
+        messages, self._messages, error = self._messages, [], None
+        for message in messages:
+            error = message.give_back(state=state) or error
+        for message in messages:
+            message.wait_for_rest()
+        return error
 
-def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    return data[start : start + numel * dtype.itemsize].view(dtype)
-
-
-def transfer_of(tensor: WholeTensor, buckets: Sequence[Bucket], with_grad: set[int]) -> Transfer:
-    """Return a description of how ``tensor`` is sent to its owner. It refers to the tensor's bucket by its index in
-    ``buckets``, the buckets of the message. ``with_grad``: ids of parameters whose gradient is sent too."""
-    dtypes = tensor.bucket.dtypes
-    grad = dtypes.grad.itemsize if id(tensor.info.param) in with_grad else 0
-    return Transfer(buckets.index(tensor.bucket), tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)
+    def _finish(self) -> None:
+        changed = {place.bucket for place in self._places if place.bucket.plan.trainable}
+        self._around.ends(changed, [place.info for place in self._places if place.bucket.plan.trainable])
