@@ -96,3 +96,11 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
     """Return a context in which autocast is off. It has no effect for a device type without autocast (meta)."""
     known = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()
+
+
+def callers_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which autocast is as it is now."""
+    if not torch.amp.is_autocast_available(device_type):
+        return contextlib.nullcontext()
+    now = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, dtype=now[0], enabled=now[1])

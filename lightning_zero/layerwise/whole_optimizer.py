@@ -32,7 +32,7 @@ from lightning_zero.device import recording
 from lightning_zero.engine.steps.interception import AroundStep
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.steps.runs import ParamStates
-from lightning_zero.engine.torch_modes import without_autocast
+from lightning_zero.engine.torch_modes import callers_autocast, without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.layerwise.messages import Message, broadcast_from_owner, transfer_of
@@ -415,6 +415,7 @@ class StepWithClosure:
         self._grads: list[tuple[Tensor | None, int]] = []  # of tensors here when they came, with versions
         self._listed = contextlib.ExitStack()
         self._loss: object = None  # of this rank's first closure
+        self._autocast = callers_autocast(comm.device.type)
 
     def run(self) -> object:
         """Return the result of the class's ``step`` or, on ranks that own nothing, of the first closure. Collective."""
@@ -422,7 +423,7 @@ class StepWithClosure:
         error: Exception | None = None
         with torch.inference_mode(False), torch.no_grad(), without_autocast(self._comm.device.type):
             self._bring(state=True)
-            before, is_owner = Watch(optimizer), bool(self._here)
+            before, is_owner = Watch(optimizer), self._comm.shard.index == 0
             try:
                 if is_owner:
                     with hooks_set_aside(optimizer):
@@ -483,7 +484,7 @@ class StepWithClosure:
         if error is not None:
             raise error
         self._finish()
-        with torch.enable_grad():
+        with torch.enable_grad(), self._autocast:
             loss = self._closure()
         if self._loss is None:
             self._loss = loss
