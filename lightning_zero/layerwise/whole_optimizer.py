@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.device import recording
-from lightning_zero.engine.steps.interception import AroundStep
+from lightning_zero.engine.steps.interception import AroundStep, run_methods_by
 from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import callers_autocast, without_autocast
@@ -37,7 +37,7 @@ from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.layerwise.messages import Message, broadcast_from_owner, transfer_of
 from lightning_zero.layerwise.owned import Owned, WholeTensor
-from lightning_zero.optimizers.known import hooks_set_aside
+from lightning_zero.optimizers.known import changes_outside_step, hooks_set_aside
 from lightning_zero.optimizers.probe import probe
 from lightning_zero.optimizers.side_effects import Effects, Watch, listed, take_over
 from lightning_zero.optimizers.state_trees import Leaf, StateShape
@@ -94,6 +94,8 @@ class WholeOptimizer(Stepper):
 
         self._find_route = find
         self._patch()
+        if changes_outside_step(optimizer):
+            run_methods_by(self._run_method, optimizer)
         self.load_param_states(self._pop_states())
 
     def _follow(self, optimizer: Optimizer) -> None:
@@ -315,17 +317,18 @@ class WholeOptimizer(Stepper):
         every = self.probed.steps_all or self.probed.couples or not any(id(t.info.param) in used for t in tensors)
         changed = {t.bucket for t in tensors if every or id(t.info.param) in used}
         messages = self.messages(used, changed)
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            without_autocast(self._comm.device.type),
-            recording.profiled("step", f"{len(changed)} buckets"),
-            recording.span("step", f"{len(changed)} buckets"),
-            hooks_set_aside(self.optimizer),  # also where a class calls the step of its base
-        ):
-            self._step_once(messages)
+        self._step_once(messages, step_of(self.optimizer))
         self.stepped(messages)
         return changed
+
+    def _run_method(self, name: str, method: Callable[[Optimizer], object]) -> None:
+        """Run ``method``, a method of the class that changes parameters outside of steps. Collective."""
+        places = [place for group in self.places() for place in group if place.bucket.plan.trainable]
+        self._around.begins(places, name)
+        self._follow_groups()
+        changed = {place.bucket for place in places}
+        self._step_once(self.messages(set(), changed), method)
+        self._around.ends(changed, [place.info for place in places])
 
     def messages(self, used: set[int], changed: set[Bucket]) -> list[Message]:
         """Return messages for the tensors of the buckets ``changed``. ``used``: ids of parameters with gradients."""
@@ -336,7 +339,20 @@ class WholeOptimizer(Stepper):
         self.optimizer.__dict__["_opt_called"] = True  # torch's schedulers check this attribute
         self.owned.stepped(tensor for message in messages for tensor in message.tensors)
 
-    def _step_once(self, messages: Sequence[Message]) -> None:
+    def _step_once(self, messages: Sequence[Message], run: Callable[[Optimizer], object]) -> None:
+        """Call ``run``, the class's ``step`` or another method, with the tensors of ``messages``. Collective."""
+        what = f"{len({bucket for message in messages for bucket in message.buckets})} buckets"
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            without_autocast(self._comm.device.type),
+            recording.profiled("step", what),
+            recording.span("step", what),
+            hooks_set_aside(self.optimizer),  # also where a class calls the step of its base
+        ):
+            self._bring_and_run(messages, run)
+
+    def _bring_and_run(self, messages: Sequence[Message], run: Callable[[Optimizer], object]) -> None:
         for message, following in zip(messages, [*messages[1:], None], strict=True):
             if following is not None:
                 following.begin_open()
@@ -346,7 +362,7 @@ class WholeOptimizer(Stepper):
         try:
             if here or not self._is_together:
                 with listed(self.optimizer, lists):
-                    step_of(self.optimizer)(self.optimizer)
+                    run(self.optimizer)
             self.look_at_state(here)
         except Exception as raised:
             error = raised  # go on with the messages, for which other ranks wait; all raise after the last one

@@ -150,3 +150,11 @@ def prefers_fused(optimizer: Optimizer, group: dict[str, Any], params: Sequence[
     if any(p.is_meta for p in params):
         return False  # not supported by torch
     return free and isinstance(optimizer, FUSED) and all(p.is_floating_point() for p in params)
+
+
+OUTSIDE_STEP = ("train", "eval")
+
+
+def changes_outside_step(optimizer: Optimizer) -> bool:
+    """Return whether the class has methods that change parameters outside of steps, as schedule-free optimizers do."""
+    return all(callable(getattr(optimizer, name, None)) for name in OUTSIDE_STEP)

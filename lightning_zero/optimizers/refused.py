@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from lightning_zero.optimizers.known import base_of, is_known
+from lightning_zero.optimizers.known import base_of, changes_outside_step, is_known
 from lightning_zero.optimizers.low_bits import STATES
 from lightning_zero.optimizers.trial import step_of
 from lightning_zero.settings import ConfigError, OptimizerConfig, Sharding, StateDtype
@@ -31,12 +31,10 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
             f"optimizer: {name} steps sparse gradients only, and gradients are dense here at every stage, also those "
             "of embeddings with sparse=True. Use torch.optim.Adam or SGD for these embeddings."
         )
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+    if settings.sharding is Sharding.slices and changes_outside_step(optimizer):
         raise ConfigError(
-            f"optimizer: expected a class that changes parameters in its step alone, got {name}, whose train() and "
-            "eval() change them too (as in schedule-free optimizers). Outside of a step values and state are in "
-            "shards, and these methods would change nothing. Use torch.optim.AdamW, and Lightning's "
-            "EMAWeightAveraging for averaged weights."
+            f"zero.optimizer.sharding=slices: expected a class that changes parameters in its step alone, got {name}, "
+            "whose train() and eval() change them too. Drop zero.optimizer.sharding=slices."
         )
     whole = is_stepped_whole(optimizer, settings.sharding)
     if stochastic_rounding and (whole or not is_known(optimizer)):
@@ -55,7 +53,8 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
 
 
 def is_stepped_whole(optimizer: Optimizer, sharding: Sharding) -> bool:
-    return sharding is Sharding.tensors or (sharding is Sharding.auto and not is_known(optimizer))
+    elementwise = is_known(optimizer) and not changes_outside_step(optimizer)
+    return sharding is Sharding.tensors or (sharding is Sharding.auto and not elementwise)
 
 
 def _refuse_own_low_bits(optimizer: Optimizer) -> None:

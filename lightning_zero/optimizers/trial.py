@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_zero.optimizers.known import hooks_set_aside, without_hooks
+from lightning_zero.optimizers.known import changes_outside_step, hooks_set_aside, without_hooks
 from lightning_zero.optimizers.side_effects import HOOKS, PLAIN, Watch, take_over
 from lightning_zero.optimizers.state_trees import StateShape, leaves_of, same, shape_of
 from lightning_zero.settings import ConfigError
@@ -187,6 +187,8 @@ class Trial:
             if "param_names" in group:
                 group["param_names"] = [f"tensor{n}" for n in range(len(group["params"]))]
         made: Optimizer = _copied(optimizer, memo)
+        if changes_outside_step(made):
+            made.train()  # type: ignore[attr-defined]
         for small in self._small:  # copy state that the class made in its constructor
             param = next((param for param in small.alike if optimizer.state.get(param)), None)
             if param is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.param import ParamInfo, values_changed
 from lightning_zero.engine.units.unit import Units
+from lightning_zero.optimizers.known import OUTSIDE_STEP
 from lightning_zero.optimizers.low_bits import PieceMemory
 from lightning_zero.optimizers.state_trees import State
 
@@ -45,6 +47,25 @@ class Stepping:
             self._optimizer.__dict__.pop(name, None)
         if self._given is not None:
             self._optimizer.__dict__["step"] = self._given
+
+
+def run_methods_by(run: Callable[[str, Callable[..., object]], object], optimizer: Optimizer) -> None:
+    """Let methods :data:`OUTSIDE_STEP` of `optimizer` call the bound method `run` with their name and the function of
+    the class, also if a wrapper that inherits from the class calls them (Lightning's). `run` is not kept alive: without
+    its object the methods are those of the class."""
+    kind, reference = type(optimizer), WeakMethod(run)
+
+    def replaced(name: str) -> Callable[[Any], object]:
+        method = getattr(kind, name)
+
+        def call(self: Any) -> object:
+            alive = reference()
+            return method(self) if alive is None else alive(name, method)
+
+        return call
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    optimizer.__class__ = type(kind.__name__, (kind,), names | {name: replaced(name) for name in OUTSIDE_STEP})
 
 
 def state_dict(self: Optimizer) -> State:
@@ -100,15 +121,16 @@ class AroundStep:
         self.pieces = PieceMemory()  # buffers for steps in the worker thread, which runs one step at a time
 
     @outside_autograd
-    def begins(self, places: Sequence[Place]) -> None:
+    def begins(self, places: Sequence[Place], what: str = "step") -> None:
         """Wait for earlier steps and gathers, and copy users' writes into the masters, before a step. Collective.
         Raises RuntimeError inside `gather()`, between Trainer runs, and while unreduced gradients wait for a
         backward."""
         if self.passes.hooks.idle:
             raise RuntimeError(
-                "optimizer.step() between runs: the module is whole, each rank has a copy of its own, and this "
-                "optimizer steps the shards that ranks have together. Train with trainer.fit(), or make an optimizer "
-                "of your own now: what it writes, on all ranks alike, is what the next fit starts from."
+                f"optimizer.{what}() between runs: the module is whole, each rank has a copy of its own, and this "
+                "optimizer changes the shards that ranks have together. Train with trainer.fit(), call it in a hook "
+                "(on_train_end), or make an optimizer of your own now: what it writes, on all ranks alike, is what the "
+                "next fit starts from."
             )
         if [b for unit in self._units for b in unit.buckets if b.shown is Shown.PLAIN]:
             raise RuntimeError(
