@@ -429,8 +429,10 @@ class StepWithClosure:
         self._messages: list[Message] = []  # empty while the closure runs
         self._here: list[WholeTensor] = []
         self._grads: list[tuple[Tensor | None, int]] = []  # of tensors here when they came, with versions
+        self._versions: list[int] = []
         self._listed = contextlib.ExitStack()
         self._loss: object = None  # of this rank's first closure
+        self._done: list[object] = []  # the loss of a closure that was run before the class's step
         self._autocast = callers_autocast(comm.device.type)
 
     def run(self) -> object:
@@ -438,6 +440,8 @@ class StepWithClosure:
         whole, optimizer, result = self._whole, self._whole.optimizer, None
         error: Exception | None = None
         with torch.inference_mode(False), torch.no_grad(), without_autocast(self._comm.device.type):
+            if self._around.passes.reducer.unreduced:  # of an accumulation, which the closure's backward ends
+                self._done.append(self._run_closure())
             self._bring(state=True)
             before, is_owner = Watch(optimizer), self._comm.shard.index == 0
             try:
@@ -465,6 +469,13 @@ class StepWithClosure:
 
     def _evaluate(self) -> object:
         """Run the closure on all ranks, for the step of an owner. Return rank 0's loss."""
+        if self._done:
+            if [tensor.key._version for tensor in self._here] != self._versions:
+                raise RuntimeError(
+                    f"{type(self._whole.optimizer).__qualname__}: expected a step that calls its closure first, as "
+                    "gradients of an accumulation are not reduced yet, got one that changes parameters before."
+                )
+            return self._done.pop()
         self._agree_to_call(True)
         return self._call()
 
@@ -500,6 +511,12 @@ class StepWithClosure:
         if error is not None:
             raise error
         self._finish()
+        loss = self._run_closure()
+        self._bring()
+        return loss
+
+    def _run_closure(self) -> object:
+        """Return the loss of rank 0."""
         with torch.enable_grad(), self._autocast:
             loss = self._closure()
         if self._loss is None:
@@ -508,7 +525,6 @@ class StepWithClosure:
             shared = torch.as_tensor(loss, dtype=None if isinstance(loss, Tensor) else torch.float64).detach().clone()
             self._comm.broadcast(shared)
             loss = shared if isinstance(loss, Tensor) else float(shared)
-        self._bring()
         return loss
 
     def _bring(self, *, state: bool = False) -> None:
@@ -522,6 +538,7 @@ class StepWithClosure:
         self._here, lists = self._whole.here(self._messages)
         grads_here = [tensor.key.grad for tensor in self._here]
         self._grads = [(grad, 0 if grad is None else grad._version) for grad in grads_here]
+        self._versions = [tensor.key._version for tensor in self._here]
         if self._here:
             self._listed.enter_context(listed(self._whole.optimizer, lists))
 

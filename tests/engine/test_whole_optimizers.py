@@ -557,6 +557,34 @@ def test_steps_that_call_their_closure_are_those_of_one_process(
                     assert torch.equal(own, param), f"step {step}: {name}"
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])  # at other stages each backward reduces gradients
+def test_a_step_that_calls_its_closure_ends_an_accumulation(stage: int) -> None:
+    """Whose first backward was not synchronized: the gradients are complete after that of the closure."""
+    with with_twin(stage=stage, optimizer=CLOSURES["lbfgs"], shaped=True) as sides:
+        for side in sides:
+            with side.no_sync():
+                side.backward(loss_at(side.module, 0))
+
+            def closure(side: Any = side) -> Tensor:
+                if isinstance(side, Twin):
+                    for param, master in side.masters.items():
+                        param.data.copy_(master.value)
+                loss = loss_at(side.module, 0, 1)
+                side.backward(loss)
+                if isinstance(side, Twin):
+                    side.show_grads()
+                return loss.detach()
+
+            side.optimizer.step(closure)
+        assert_same(*sides)
+    with Sharded(Model(), stage=stage, optimizer=LooksAhead) as side:
+        with side.no_sync():
+            side.backward(loss_at(side.module, 0))
+        with pytest.raises((RuntimeError, FailedElsewhereError), match="calls its closure first"):
+            side.optimizer.step(lambda: side.backward(loss_at(side.module, 0, 1)))
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

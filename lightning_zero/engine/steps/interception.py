@@ -6,7 +6,6 @@ from __future__ import annotations
 import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -55,10 +54,10 @@ def run_methods_by(run: Callable[[str, Callable[..., object]], object], optimize
     its object the methods are those of the class."""
     kind, reference = type(optimizer), WeakMethod(run)
 
-    def replaced(name: str) -> Callable[[Any], object]:
+    def replaced(name: str) -> Callable[[Optimizer], object]:
         method = getattr(kind, name)
 
-        def call(self: Any) -> object:
+        def call(self: Optimizer) -> object:
             alive = reference()
             return method(self) if alive is None else alive(name, method)
 
