@@ -157,7 +157,7 @@ def reload(bench: Bench) -> Any:
     return Ran(of, module).seen
 
 
-_ON_GPUS = variant(WithBatchNorm, __doc__="On GPUs only")
+_ON_GPUS = variant(WithBatchNorm, __doc__="It needs GPUs")
 feature("sync_batchnorm", ddp_raises="SyncBatchNorm", fit={"sync_batchnorm": True, "count": 8})(_ON_GPUS)
 feature("BatchNorm without sync_batchnorm")(variant(WithBatchNorm))
 
