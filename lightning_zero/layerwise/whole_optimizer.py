@@ -171,7 +171,8 @@ class WholeOptimizer(Stepper):
 
     @property
     def _is_together(self) -> bool:
-        """Return whether one rank must own all tensors of a shard group, because it cannot step some of them alone."""
+        """Return whether one rank must own all tensors of a shard group, because the optimizer cannot step each tensor
+        alone."""
         return self.probed.couples or self.probed.apart
 
     def _check_probed(self) -> None:

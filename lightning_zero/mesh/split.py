@@ -107,8 +107,8 @@ class Split:
         return torch.cat([found[p.whole_start - first :][: p.numel] for p in pieces])
 
     def positions(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Return the indices in the flattened whole tensor, ``[stop - start] int64``, of elements ``[start, stop)`` of
-        this rank's flattened part."""
+        """For the elements ``[start, stop)`` of this rank's flattened part, return their indices in the flattened whole
+        tensor: ``[stop - start] int64``."""
         runs = self.runs[self.part]
         indices = torch.cat([torch.arange(run.first, run.first + run.size, device=device) for run in runs])
         row = len(indices) * self._inner

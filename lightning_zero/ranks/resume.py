@@ -61,9 +61,11 @@ def checkpoint_of_job(
     run_dir: str | os.PathLike[str], folders: Iterable[str | os.PathLike[str]] = ()
 ) -> Path | str | None:
     """Return the newest complete checkpoint of this job; ``None`` if the job has none, or has not trained in
-    ``run_dir``. All ranks return the same, because no rank saves, or calls :func:`note_job`, before all have joined.
-    ``folders``: further folders to search. Because the clock of an object store may be late, a file that this job has
-    noted counts even if its date is up to :data:`CLOCKS_DIFFER_NS` before the note."""
+    ``run_dir``. All ranks return the same, because no rank saves, or calls :func:`note_job`, until all ranks have
+    returned from this call. ``folders``: further folders to search.
+
+    Files that are older than the note of :func:`note_job` belong to earlier jobs. Because the clock of an object store
+    may be slow, a file that :func:`note_file` has listed counts even if it is up to :data:`CLOCKS_DIFFER_NS` older."""
     job = job_name()
     if job is None or _noted(Path(run_dir)) != job:
         return None

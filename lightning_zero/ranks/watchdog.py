@@ -154,7 +154,7 @@ class Watchdog:
             self.leave()  # garbage instead of closed: other ranks may keep their watchdogs
 
     def _holder_ends(self) -> bool:
-        """Return whether rank 0's process, which holds the store, ends within a second. Waits for that."""
+        """Wait up to a second for rank 0's process, which holds the store, to end; return whether it has."""
         posts, deadline = self.peers.posts, time.monotonic() + DYING_S
         while not posts.has_ended(posts.holder):
             if time.monotonic() > deadline or self._stop.wait(0.05):

@@ -78,7 +78,7 @@ def _repeat(tensor: Tensor, pattern: Tensor) -> Tensor:
 
 
 class Sums:
-    """Holds sums of each gradient's elements with random signs, and the sum of their squares, by parameter name. The
+    """Holds for each gradient, by parameter name, sums of its elements with random signs, and its sum of squares. The
     signed sums of several ranks add up to those of the summed gradients. If two gradients differ, their signed sums
     differ by about the norm of the difference. ``rounding``: rounding error of the coarsest dtype of gradients."""
 

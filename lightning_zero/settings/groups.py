@@ -267,9 +267,9 @@ class OptimizerConfig:
     """Settings of the sharded optimizer step.
 
     Attributes:
-        sharding: whether a rank updates ``slices`` of parameters, or whole ``tensors``, each on one rank. ``auto``:
-            slices for optimizers known to be element-wise, tensors for others. ``slices`` declares other optimizers
-            element-wise: each element needs only its own value, gradient and state.
+        sharding: whether ranks update ``slices`` of each parameter, or whole ``tensors``, each on one rank. ``auto``:
+            slices for optimizers known to be element-wise, tensors for others. With ``slices`` any other optimizer is
+            assumed to be element-wise: each element needs only its own value, gradient and state.
         state_dtype: dtype of the stored moments of torch's optimizers: ``fp32`` (the dtype of the masters), or
             ``bf16``. Steps are computed in fp32.
         skip_nonfinite: skip a step on all ranks if a gradient is inf or NaN, as fp16 always does, and raise an error

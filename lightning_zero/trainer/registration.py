@@ -102,7 +102,7 @@ def _load(theirs: Any, path: Any, map_location: Any = None, weights_only: bool |
 
 class _Registration(MetaPathFinder):
     """Import hook that acts when a module of Lightning is imported: it registers presets in the module's registry, or
-    lets the module load folders."""
+    lets the module load checkpoint folders."""
 
     def __init__(self) -> None:
         self._finding = False

@@ -253,10 +253,10 @@ class _Export(_Tensors):
 def write_extras(
     model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, adapters: Sequence[str] = ()
 ) -> None:
-    """Write the configuration of ``model`` (of transformers or PEFT; None: write none) to ``folder``, with ``dtype`` as
-    the model's dtype (None: unchanged). Copy tokenizer files from ``source``, the folder from which the model was
-    loaded, or else from the folder that ``model`` names. ``adapters``: names of the adapters if ``model`` is of PEFT;
-    then only their configurations are written."""
+    """Write the configuration of ``model`` (a transformers or PEFT model; None: write none) to ``folder``, with
+    ``dtype`` as the model's dtype (None: unchanged). Copy tokenizer files from ``source``, the folder from which the
+    model was loaded, or else from the folder that ``model`` names. ``adapters``: names of the adapters if ``model`` is
+    a PEFT model, of which only the adapters' configurations are written."""
     for adapter in adapters:
         config = copy.copy(model.peft_config[adapter])
         config.inference_mode, task = True, None

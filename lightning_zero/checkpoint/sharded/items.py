@@ -35,7 +35,7 @@ class Item(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the box in bytes; 0 for a value that is not a tensor."""
+        """Return the number of bytes of the tensor's part :attr:`box`; 0 for a value that is not a tensor."""
         return self.box.numel * self.dtype.itemsize if self.dtype is not None else 0
 
     @property

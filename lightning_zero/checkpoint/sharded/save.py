@@ -126,8 +126,8 @@ def _begin(stack: contextlib.ExitStack, target: Place, extra: Mapping[str, Any])
 
 @contextlib.contextmanager
 def _objects(target: RemotePath) -> Iterator[RemotePath]:
-    """Yield the address at which a new save to an object store writes the file for all but modules and optimizers.
-    After the body, which must write the index, copy that file to ``meta.pt`` and remove objects of earlier saves."""
+    """In a save to an object store, yield the address of the file that holds all but modules and optimizers. On exit,
+    copy this file to ``meta.pt`` and delete the objects of earlier saves. The body must write the index."""
     token = uuid.uuid4().hex[:12]
     yield target / f"meta_{token}.pt"
     try:

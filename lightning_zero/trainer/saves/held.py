@@ -49,7 +49,7 @@ class SavedParameter:
 
 
 class _Calls:
-    """Unpickles as the result of calling ``make``."""
+    """Is pickled as a call of ``make``: unpickling returns the result of the call."""
 
     def __init__(self, make: partial[object]) -> None:
         self._make = make

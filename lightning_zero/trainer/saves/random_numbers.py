@@ -77,7 +77,8 @@ class RandomNumbers:
         self._epoch = self._now()
 
     def _next_epoch(self) -> int:
-        """Return the epoch of the next batch. Lightning counts an ended epoch only later (``reset``)."""
+        """Return the number of the epoch to which the next batch belongs. Lightning counts a finished epoch only later,
+        in ``reset``."""
         loop, batches = self._fit_loop, self._fit_loop.epoch_loop
         epochs: Any = loop.epoch_progress.current
         loop.update_restart_stage()

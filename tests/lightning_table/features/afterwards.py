@@ -27,7 +27,7 @@ def state_dict(bench: Bench) -> Any:
     return found
 
 
-@feature("torch.save(model.state_dict()), load_state_dict into another model")
+@feature("torch.save(model.state_dict()), loaded into another model")
 def save_state(bench: Bench) -> Any:
     """What the other model gives"""
     module = bench.fit().module
@@ -84,7 +84,7 @@ class Loads(Lit):
         nn.init.constant_(self.blocks[0].up.bias, 0.3)
 
 
-@feature("validate and test of a module that was trained before")
+@feature("validate and test of a trained module")
 def evaluated(bench: Bench) -> Any:
     """Metrics, and the same again after weights were changed"""
     ran = bench.fit()
@@ -110,7 +110,7 @@ class Penalty(Lit):
         self.log_dict({name: p.norm() for name, p in self.named_parameters()})
 
 
-@feature("weights read and loaded between steps, in hooks")
+@feature("weights read and loaded in hooks between steps")
 class Reads(Notes):
     """Norms of all weights at the end of validations; a state dict that is loaded after batches"""
 
@@ -122,7 +122,7 @@ class Reads(Notes):
         self.noted.append({name: float(p.detach().norm()) for name, p in self.named_parameters()})
 
 
-@feature("the same inside of lightning_zero.gather(self)")
+@feature("weights read and changed inside lightning_zero.gather(self)")
 def reads_gathered(bench: Bench) -> Any:
     """Norms of all weights at the end of validations; a weight that is changed there"""
 
@@ -135,7 +135,7 @@ def reads_gathered(bench: Bench) -> Any:
     return bench.fit(seeded(Gathers)).seen
 
 
-@feature("averages of weights, written after batches and swapped in validations")
+@feature("averages of weights, updated after each batch, swapped in for validation")
 class Averages(Notes):
     """Losses of the averages in validations, and those of training"""
 

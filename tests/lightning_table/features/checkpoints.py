@@ -37,11 +37,11 @@ def _resumed(**first: Any) -> Any:
 
 feature("trainer.save_checkpoint")(_saved())
 feature("trainer.save_checkpoint(weights_only=True)")(_saved(weights_only=True))
-feature("resume: fit(ckpt_path)")(_resumed(max_epochs=1))
+feature("resume by fit(ckpt_path)")(_resumed(max_epochs=1))
 feature("resume in the middle of an epoch")(_resumed(max_steps=2, max_epochs=-1))
 
 
-@feature("resume from a file of DDP, and DDP from ours")
+@feature("resume from a checkpoint of DDP, and the reverse")
 def across(bench: Bench) -> Any:
     ddp = Bench("ddp", bench.root)
     return [
@@ -112,7 +112,7 @@ def asynchronous(bench: Bench) -> Any:
     return found
 
 
-@feature("CheckpointIO of one's own")
+@feature("a custom CheckpointIO")
 def own_io(bench: Bench) -> Any:
     """Calls of each rank; losses and weights of a fit that goes on"""
 
@@ -135,7 +135,7 @@ def own_io(bench: Bench) -> Any:
     return calls, bench.fit(seeded(Lit, 5), plugins=Notes(), ckpt_path=path, max_epochs=3).seen
 
 
-@feature("saving inside of hooks")
+@feature("saves in hooks")
 def inside(bench: Bench) -> Any:
     """What is in the files of three hooks"""
 
@@ -154,7 +154,7 @@ def inside(bench: Bench) -> Any:
     return bench.fit(seeded(Saves)).seen, bench.contents()
 
 
-@feature("a missing file")
+@feature("ckpt_path of a missing file")
 def missing(bench: Bench) -> Any:
     """The error"""
     error = bench.raised(lambda: bench.fit(ckpt_path=bench.root / "none.ckpt"))

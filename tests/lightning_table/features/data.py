@@ -42,7 +42,7 @@ for _mode in ("min_size", "max_size_cycle", "max_size"):
     feature(f'CombinedLoader(mode="{_mode}")')(_combined(_mode))
 
 
-@feature("nested loaders, several loaders of validation")
+@feature("nested training loaders, several validation loaders")
 def several(bench: Bench) -> Any:
     data = {"a": bench.loader(2), "b": bench.loader(1)}
     return bench.fit(seeded(Nested), data, val=[bench.loader(2), bench.loader(1)]).seen
@@ -136,7 +136,7 @@ def workers(bench: Bench) -> Any:
     return bench.fit(data=data, val=False).seen
 
 
-@feature("steps by dataloader_iter")
+@feature("training_step(dataloader_iter)")
 class Takes(Lit):
     def training_step(self, dataloader_iter: Any) -> Any:
         loss = self.loss(next(dataloader_iter)[0])

@@ -138,7 +138,7 @@ class Norms(Notes):
         self.noted.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
 
 
-@feature("on_before_optimizer_step, on_after_backward: norms of gradients", fit={"gradient_clip_val": 0.1})
+@feature("norms of gradients in on_before_optimizer_step and on_after_backward", fit={"gradient_clip_val": 0.1})
 class AfterBackward(Norms):
     """grad_norm(self, 2), p.grad.norm(), losses, weights"""
 
@@ -190,7 +190,7 @@ class Sample:
         self.x, self.y = x, y
 
 
-@feature("transfer_batch_to_device, on_before_ and on_after_batch_transfer")
+@feature("transfer_batch_to_device, on_before_batch_transfer, on_after_batch_transfer")
 class Moves(Notes):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.noted.append("before")
@@ -260,7 +260,7 @@ def setup_teardown(bench: Bench) -> Any:
     return ran.module.noted
 
 
-@feature("on_validation_model_eval and the modes of submodules")
+@feature("on_validation_model_eval, submodules in evaluation mode")
 class Modes(Notes):
     """Which modules are in training mode in each step"""
 

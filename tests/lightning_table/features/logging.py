@@ -130,7 +130,7 @@ class Keeps(Logger):
         self.calls.append(status)
 
 
-@feature("Logger of one's own, several loggers")
+@feature("a custom Logger, several loggers")
 def own_logger(bench: Bench) -> Any:
     """All calls of each rank, files"""
     logger = Keeps()

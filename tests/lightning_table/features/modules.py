@@ -19,13 +19,13 @@ _CLIPS = variant(on_before_optimizer_step=lambda m, _: nn.utils.clip_grad_norm_(
 feature("torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step")(_CLIPS)
 
 
-@feature("self.clip_gradients, and lightning_zero.clip_grad_norm_ beside torch's")
+@feature("lightning_zero.clip_grad_norm_, compared with torch's")
 def own_clipping(bench: Bench) -> Any:
     ours = variant(on_before_optimizer_step=lambda m, _: lightning_zero.clip_grad_norm_(m, 0.1))
     return bench.fit(seeded(_CLIPS if bench.row == "ddp" else ours)).seen
 
 
-@feature("LightningModules inside of a LightningModule")
+@feature("LightningModules inside a LightningModule")
 class Outer(Lit):
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Checkpoints(Lit):
         return self.head(x)
 
 
-@feature("a gradient penalty: autograd.grad(create_graph=True)")
+@feature("autograd.grad(create_graph=True) for a gradient penalty")
 class Penalized(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = batch[0].clone().requires_grad_(True)
@@ -101,7 +101,7 @@ class Hooked(Notes):
         return self.head(y)
 
 
-@feature("layers that a step leaves out at random, alike on all ranks", fit={"ddp": {"find_unused_parameters": True}})
+@feature("layers that all ranks skip in the same steps", fit={"ddp": {"find_unused_parameters": True}})
 class Drops(Lit):
     def forward(self, x: Any) -> Any:
         x = self.first(x)
@@ -111,7 +111,7 @@ class Drops(Lit):
         return self.head(x)
 
 
-@feature("a teacher that is frozen, a module that is not registered")
+@feature("a frozen teacher, a module that is not registered")
 class Learns(Lit):
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ for _name, _make in {
     "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.5, centered=True),
     "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05),
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.05),
-    "NAdam, foreach": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01, foreach=True),
+    "NAdam(foreach)": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01, foreach=True),
     "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2),
 }.items():
     feature(f"torch.optim.{_name}")(variant(configure_optimizers=_make))
@@ -72,7 +72,7 @@ SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
         {"monitor": "val"},
     ),
-    "SequentialLR, every second step": (
+    "SequentialLR with frequency=2": (
         lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 4)], [2]),
         {"interval": "step", "frequency": 2},
     ),
@@ -112,7 +112,7 @@ class StepsEverySecond(ByHand):
             self.lr_schedulers().step()
 
 
-@feature("manual optimization with a closure, two backwards")
+@feature("manual optimization with two backwards in a closure")
 class Closes(ByHand):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()

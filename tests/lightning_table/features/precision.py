@@ -67,5 +67,5 @@ def scaled(bench: Bench) -> Any:
 
 @feature('precision="transformer-engine"', ddp_raises="TransformerEngine|transformer.engine")
 def transformer_engine(bench: Bench) -> Any:
-    """Not installed: Lightning's error"""
+    """The package is not installed"""
     return bench.fit(precision="transformer-engine")

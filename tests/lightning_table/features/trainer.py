@@ -22,8 +22,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "limit_train_batches, limit_val_batches": {"limit_train_batches": 0.7, "limit_val_batches": 1},
     "max_steps": {"max_steps": 4, "max_epochs": -1},
     "min_epochs, max_time": {"max_time": timedelta(0), "min_epochs": 1},
-    "val_check_interval, in batches": {"val_check_interval": 2},
-    "val_check_interval, a fraction": {"val_check_interval": 0.34},
+    "val_check_interval in batches": {"val_check_interval": 2},
+    "val_check_interval as a fraction": {"val_check_interval": 0.34},
     "check_val_every_n_epoch": {"check_val_every_n_epoch": 2, "max_epochs": 3},
     "num_sanity_val_steps": {"num_sanity_val_steps": 2},
     "detect_anomaly": {"detect_anomaly": True},
@@ -42,7 +42,7 @@ for _name, _settings in SETTINGS.items():
     feature(_name, fit=_settings)(variant(teardown=_undo))
 
 
-@feature("detect_anomaly: a NaN in the backward")
+@feature("detect_anomaly with a NaN in the backward")
 def anomaly(bench: Bench) -> Any:
     """The error"""
     bad = variant(training_step=lambda m, batch, batch_idx: (m(batch[0]) * 0).sqrt().sum() * 0)
@@ -83,7 +83,7 @@ def evaluate(bench: Bench) -> Any:
     return found, Ran(of, module).seen
 
 
-@feature("predict without keeping: return_predictions=False")
+@feature("predict(return_predictions=False)")
 def predict_only(bench: Bench) -> Any:
     """What it returns, what each step gave"""
 
@@ -106,7 +106,7 @@ class KeepsOptimizer(Lit):
         return self.kept
 
 
-@feature("fit twice, with the same Trainer and with another")
+@feature("a second fit, by the same Trainer or by another")
 def fit_twice(bench: Bench) -> Any:
     first = bench.fit(max_epochs=1)
     first.trainer.fit_loop.max_epochs = 2
@@ -157,7 +157,7 @@ def reload(bench: Bench) -> Any:
     return Ran(of, module).seen
 
 
-_ON_GPUS = variant(WithBatchNorm, __doc__="On GPUs only")
+_ON_GPUS = variant(WithBatchNorm, __doc__="It needs GPUs")
 feature("sync_batchnorm", ddp_raises="SyncBatchNorm", fit={"sync_batchnorm": True, "count": 8})(_ON_GPUS)
 feature("BatchNorm without sync_batchnorm")(variant(WithBatchNorm))
 
@@ -178,7 +178,7 @@ class Asks(Notes):
         return super().training_step(batch, batch_idx)
 
 
-@feature("verbose: the table of validate and test")
+@feature("the table that validate prints")
 def verbose(bench: Bench) -> Any:
     """What is printed, on which rank"""
     with contextlib.redirect_stdout(io.StringIO()) as out:

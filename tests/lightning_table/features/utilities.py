@@ -177,7 +177,7 @@ def cli(bench: Bench) -> Any:
     return Ran(ran.trainer, ran.model).seen, config
 
 
-@feature("the strategy by its name")
+@feature("strategies selected by name")
 def by_name(bench: Bench) -> Any:
     _quiet()
     silent = ("logger", "enable_progress_bar", "enable_checkpointing", "use_distributed_sampler")
