@@ -34,18 +34,18 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 43_130,
-    "lines of the engine": 11_260,
+    "lines of the package": 43_440,
+    "lines of the engine": 11_320,
     "files of the engine": 42,
     "lines of the longest file": 600,
-    "lines of tests": 44_020,
+    "lines of tests": 44_220,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 42,
     "private names of Lightning": 11,
     "keys of zero": 41,
     "public members of the strategy": 12,
     "public members of Engine": 18,
-    "words of README and docs": 25_700,
+    "words of README and docs": 25_720,
     "calls of a step": 1_630,
     "files of a step": 29,
     "changes of file in a step": 830,

@@ -109,10 +109,9 @@ class Message:
                 place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
                 if tensor.key.data_ptr() != place.data_ptr() or tensor.key.device != place.device:
                     place.copy_(tensor.key.detach())
-        for tensor in self.tensors:
-            if tensor.is_broadcast:
-                place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
-                place.copy_(broadcast_from_owner(tensor, place.to(self._comm.device)))
+        # Whole buckets: all ranks have the masters of other optimizers' tensors too, with the same values.
+        for bucket, tensor in {t.bucket: t for t in self.tensors if t.is_broadcast}.items():
+            bucket.master.copy_(broadcast_from_owner(tensor, bucket.master.to(self._comm.device)))
         if self._route is not None:
             self._return(self._route)
         for tensor in self.here:
