@@ -34,11 +34,11 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 43_440,
-    "lines of the engine": 11_320,
+    "lines of the package": 43_470,
+    "lines of the engine": 11_350,
     "files of the engine": 42,
     "lines of the longest file": 600,
-    "lines of tests": 44_220,
+    "lines of tests": 44_230,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 42,
     "private names of Lightning": 11,

@@ -366,6 +366,19 @@ def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(stage: int
 
 
 @on_ranks(2)
+def test_a_view_that_one_rank_alone_keeps_does_not_stop_the_others() -> None:
+    """Its step waits for new values, for which the other rank is needed: it must not wait elsewhere meanwhile."""
+    with Sharded(Model(), stage=2, **OFFLOADED) as side, slow_on_rank(1, 0.1):
+        for step in range(2):
+            language_work(side, step)
+            view = side.module.head.weight.detach() if dist.get_rank() == 0 else None
+            side.step()
+            dist.all_reduce(torch.ones(1))  # the user's own, of which the engine does not know
+            side.zero_grad()
+            del view
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @SLOW
 def test_values_assigned_while_the_worker_of_one_rank_is_behind(stage: int, slow: int) -> None:

@@ -115,7 +115,7 @@ def test_sigterm_to_one_rank_saves_and_torchrun_starts_again(undisturbed: Path, 
     """No step is lost: all ranks save at the end of the one in which the signal came."""
     done = torchrun(tmp_path, *RESTARTS, KILL_ONCE=tmp_path / "once", KILL_RANK=1, KILL_SIGNAL="SIGTERM", code=0)
     assert re.search(r"interrupted: saved step 1[01] in \S+hpc_ckpt_1.ckpt", done.stdout), done.stdout
-    assert "To resume: start the same command again, with ckpt_path=" in done.stdout
+    assert "To resume: start the same command again with ckpt_path=" in done.stdout
     assert "has started again: it resumes from run/hpc_ckpt_1.ckpt" in done.stdout
     assert "exitcode: 143" in done.stderr
     expected = losses(undisturbed)

@@ -12,7 +12,8 @@ The next backward, and every read of masters or gradients, waits for all steps.
 A *param sync* all-gathers a bucket whose compute parameters are replicated and whose masters are not (stages 1 and 2,
 and offload). All ranks issue param syncs in the order of units, each after its bucket's step. A sync writes to memory
 that views kept by users (`weight.detach()`) share. The engine cannot notice reads of such views, so `step()` waits for
-syncs of viewed buckets.
+syncs of viewed buckets. Behind an offloaded step all ranks must wait, or none: a rank that does not wait may go on to a
+collective of the user's before it issues its syncs, and the two ranks would wait for each other for ever.
 
 See [Note: masters during an offloaded step]: which thread may use a bucket during its offloaded step.
 See [Note: one order of collectives]: param syncs are issued in the order of units.
@@ -21,10 +22,13 @@ See [Note: one order of collectives]: param syncs are issued in the order of uni
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
+
+import torch
 
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Accelerator, Event
@@ -36,6 +40,8 @@ from lightning_zero.engine.units.master_storage import MasterStorage
 from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.ranks.waits import goes_on_in_waits
+
+DROPPED_S = 0.02  # within which gloo's threads drop messages that have ended
 
 
 class StepJob(NamedTuple):
@@ -185,14 +191,28 @@ class AfterStep:
         self._references |= {bucket: n for bucket, n in known.items() if bucket in self._references}
         self._viewed &= self._references.keys()
 
+    def _refers_more(self, buckets: Iterable[Bucket]) -> set[Bucket]:
+        """Return those of ``buckets`` to which there are more references than were counted. Wait a moment for fewer:
+        gloo's threads drop messages only after they have reported the messages' end."""
+        deadline = time.monotonic() + DROPPED_S
+        more = set(buckets)
+        while more := {bucket for bucket in more if self._referring(bucket) > self._references[bucket]}:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(DROPPED_S / 50)
+        return more
+
     def step_begins(self) -> None:
         """Before an optimizer step, find the buckets for which users' code keeps views of the memory."""
-        self._viewed = {bucket for bucket, known in self._references.items() if self._referring(bucket) > known}
+        still = {bucket for bucket in self._viewed if self._referring(bucket) > self._references[bucket]}
+        self._viewed = still | self._refers_more(self._references.keys() - still)
 
     def step_ends(self) -> None:
         """After an optimizer step, count references again, because the step may have added some. Skip buckets of which
         users keep views."""
-        for bucket in self._references.keys() - self._viewed:
+        others = self._references.keys() - self._viewed
+        self._refers_more(others)
+        for bucket in others:
             self._references[bucket] = self._referring(bucket)
 
     def use_cores(self, cores: int) -> None:
@@ -231,6 +251,10 @@ class AfterStep:
             if is_here and unit is self._units[0]:
                 unit.unshard_begin()
         self.sync_params()
+        if any(bucket.plan.gathers_after_step and bucket.plan.steps_on_host for bucket in changed):
+            flags = torch.tensor([unit in viewed for unit in self._units], dtype=torch.uint8)
+            agreed = self._units[0].buckets[0].comm.max_(flags).tolist()
+            viewed = [unit for unit, flag in zip(self._units, agreed, strict=True) if flag]
         for unit in viewed:
             self.sync_params(unit)
             unit.unshard_wait()
