@@ -12,8 +12,8 @@ The next backward, and every read of masters or gradients, waits for all steps.
 A *param sync* all-gathers a bucket whose compute parameters are replicated and whose masters are not (stages 1 and 2,
 and offload). All ranks issue param syncs in the order of units, each after its bucket's step. A sync writes to memory
 that views kept by users (`weight.detach()`) share. The engine cannot notice reads of such views, so `step()` waits for
-syncs of viewed buckets. Behind an offloaded step all ranks must wait, or none: a rank that does not wait may go on to a
-collective of the user's before it issues its syncs, and the two ranks would wait for each other for ever.
+syncs of viewed buckets. All ranks must wait, or none: a rank that does not wait may enter a collective of the user's
+before it issues its syncs, and the ranks would wait for each other for ever.
 
 See [Note: masters during an offloaded step]: which thread may use a bucket during its offloaded step.
 See [Note: one order of collectives]: param syncs are issued in the order of units.
@@ -28,8 +28,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-import torch
-
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Accelerator, Event
 from lightning_zero.device.host_threads import set_own_threads
@@ -41,7 +39,7 @@ from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.ranks.waits import goes_on_in_waits
 
-DROPPED_S = 0.02  # within which gloo's threads drop messages that have ended
+DROPPED_S = 0.2  # within which threads of gloo drop messages that have ended
 
 
 class StepJob(NamedTuple):
@@ -192,14 +190,14 @@ class AfterStep:
         self._viewed &= self._references.keys()
 
     def _refers_more(self, buckets: Iterable[Bucket]) -> set[Bucket]:
-        """Return those of ``buckets`` to which there are more references than were counted. Wait a moment for fewer:
-        gloo's threads drop messages only after they have reported the messages' end."""
+        """Return those of `buckets` to which there are more references than were counted. Wait a moment for fewer: a
+        thread of gloo drops a message only after it has reported the end of the message."""
         deadline = time.monotonic() + DROPPED_S
         more = set(buckets)
         while more := {bucket for bucket in more if self._referring(bucket) > self._references[bucket]}:
             if time.monotonic() > deadline:
                 break
-            time.sleep(DROPPED_S / 50)
+            time.sleep(0.0005)
         return more
 
     def step_begins(self) -> None:
@@ -251,10 +249,6 @@ class AfterStep:
             if is_here and unit is self._units[0]:
                 unit.unshard_begin()
         self.sync_params()
-        if any(bucket.plan.gathers_after_step and bucket.plan.steps_on_host for bucket in changed):
-            flags = torch.tensor([unit in viewed for unit in self._units], dtype=torch.uint8)
-            agreed = self._units[0].buckets[0].comm.max_(flags).tolist()
-            viewed = [unit for unit, flag in zip(self._units, agreed, strict=True) if flag]
         for unit in viewed:
             self.sync_params(unit)
             unit.unshard_wait()
