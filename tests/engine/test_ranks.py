@@ -595,3 +595,13 @@ def test_param_groups_that_differ_between_ranks_are_refused(key: str) -> None:
         assert side.engine.passes.under_way() is None
         side.zero_grad()
         train(side, [2])
+
+
+@on_ranks(2)
+def test_buffers_that_were_written_through_data_before_the_first_step_are_sent() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    module.register_buffer("mean", torch.zeros(4))
+    with Sharded(module) as side:
+        side.module.mean.data.fill_(float(1 + dist.get_rank()))
+        side.engine.passes.buffers.sync()
+        assert (side.module.mean == 1).all()

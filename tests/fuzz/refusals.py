@@ -68,11 +68,6 @@ REFUSALS = (
         ),
     ),
     Refusal(
-        r"ConfigError: zero.optimizer.sharding: expected an optimizer that steps each tensor by itself, .*NormBySize",
-        "each rank would take the norm of its own tensors",
-        lambda program: program.optimizer == "norm by size" and any(_stages(program)),
-    ),
-    Refusal(
         r"RuntimeError: .* is computed again from its inputs in backward \(zero.activation_checkpointing\), and its "
         r"inputs (are|were) changed in place",
         "it would be computed again from other inputs",

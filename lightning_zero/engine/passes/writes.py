@@ -373,12 +373,12 @@ class BufferSync:
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
         self._module, self._comm = ref(module), comm
-        self._seen = self._now(module)
+        self._seen: list[tuple[str, Tensor, int]] = []  # nothing: the first call sends, as no checksums are known yet
         self._steps = 0
         self._sums: dict[int, tuple[Tensor, int, int]] = {}  # buffers, versions and checksums when last compared, by id
         self._always = False  # this rank has seen values that changed while their versions did not
         # Whether any rank has buffers. Never this rank's alone: the others would wait for it, or it for them.
-        self.are_there = bool(comm.max_(torch.tensor([bool(self._seen)], dtype=torch.uint8)).item())
+        self.are_there = bool(comm.max_(torch.tensor([bool(self._now(module))], dtype=torch.uint8)).item())
 
     @staticmethod
     def _now(module: nn.Module) -> list[tuple[str, Tensor, int]]:
