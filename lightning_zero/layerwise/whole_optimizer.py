@@ -186,7 +186,7 @@ class WholeOptimizer(Stepper):
                     "several tensors, and no rank has all of them under tensor or expert parallelism. Use another "
                     "optimizer, or drop zero.tensor_parallel and zero.expert_parallel."
                 )
-            if self._comm.rank == 0:
+            if self._comm.rank == 0 and self._comm.shard.size > 1:
                 _log.warning(
                     "zero.optimizer.sharding: %s steps tensors together, so one rank of each group that shards "
                     "parameters has the master weights, gradients and optimizer state of all tensors in a step.",
@@ -358,7 +358,7 @@ class WholeOptimizer(Stepper):
             if following is not None:
                 following.begin_open()
             message.bring()
-        here, lists = self.here(messages)
+        here, lists = self.tensors_here(messages)
         before, error = Watch(self.optimizer), None
         try:
             if here or not self._is_together:
@@ -382,7 +382,7 @@ class WholeOptimizer(Stepper):
             refuse_wrapped_state(self.optimizer, [tensor.key for tensor in here])
             self._known_states = len(self.optimizer.state)
 
-    def here(self, messages: Sequence[Message]) -> tuple[list[WholeTensor], list[list[tuple[int, Tensor]]]]:
+    def tensors_here(self, messages: Sequence[Message]) -> tuple[list[WholeTensor], list[list[tuple[int, Tensor]]]]:
         """Return the tensors that this rank steps, and for each param group pairs of a place and a full parameter."""
         here = [tensor for message in messages for tensor in message.here]
         lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
@@ -440,7 +440,8 @@ class StepWithClosure:
         """Return the result of the class's ``step`` or, on ranks that own nothing, of the first closure. Collective."""
         whole, optimizer, result = self._whole, self._whole.optimizer, None
         error: Exception | None = None
-        with torch.inference_mode(False), torch.no_grad(), without_autocast(self._comm.device.type):
+        # ``_listed`` too: an interrupt in the class's step must not leave full parameters in the param groups.
+        with self._listed, torch.inference_mode(False), torch.no_grad(), without_autocast(self._comm.device.type):
             if self._around.passes.reducer.unreduced:  # of an accumulation, which the closure's backward ends
                 self._done.append(self._run_closure())
             self._bring(state=True)
@@ -486,6 +487,7 @@ class StepWithClosure:
         cleared = calls is True and self._has_cleared()
         called, ended, cleared = self._comm.max_(torch.tensor([calls is True, calls is False, cleared]).byte()).tolist()
         if called and ended:
+            self._messages = []  # all ranks raise, and none goes on with the step
             raise RuntimeError("the step of an optimizer called its closure more often on some ranks than on others.")
         if cleared:
             for place in self._places:
@@ -536,7 +538,7 @@ class StepWithClosure:
         self._messages = self._whole.messages(grads.used_params(), buckets)
         for message in self._messages:
             message.bring(state=state)
-        self._here, lists = self._whole.here(self._messages)
+        self._here, lists = self._whole.tensors_here(self._messages)
         grads_here = [tensor.key.grad for tensor in self._here]
         self._grads = [(grad, 0 if grad is None else grad._version) for grad in grads_here]
         self._versions = [tensor.key._version for tensor in self._here]

@@ -80,7 +80,8 @@ def _probe_small(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device) 
         raise
     except Exception as error:  # the class may need tensors in all param groups
         return Probed(states=states, failed=error, apart=True)
-    return Probed(False, not same(together.result(), apart.result()), together.steps_all(), states)
+    couples = not same(together.result(), apart.result())
+    return Probed(couples=couples, steps_all=together.steps_all(), states=states)
 
 
 # -- elements ----------------------------------------------------------------------------------------------------------

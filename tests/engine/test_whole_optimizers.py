@@ -449,8 +449,8 @@ class ScheduleFree(toys.SignDescent):
                         p.lerp_(self.state[p]["z"], weight)
             group["train_mode"] = train_mode
 
-    def train(self) -> None:
-        self._turn(True, 0.1)
+    def train(self, mode: bool = True) -> None:
+        self._turn(mode, 0.1 if mode else 1 - 1 / 0.9)
 
     def eval(self) -> None:
         self._turn(False, 1 - 1 / 0.9)
@@ -461,8 +461,8 @@ class ScheduleFree(toys.SignDescent):
 def test_methods_that_change_parameters_outside_of_steps_are_run(stage: int, row: str) -> None:
     """Also if a wrapper of Lightning calls them, whose class inherits from that of the optimizer."""
 
-    def turn(side: Any, method: str) -> None:
-        getattr(LightningOptimizer(side.optimizer), method)()
+    def turn(side: Any, method: str, *args: bool) -> None:
+        getattr(LightningOptimizer(side.optimizer), method)(*args)
         if isinstance(side, Twin):
             for param, master in side.masters.items():
                 param.data.copy_(master.value)
@@ -473,7 +473,14 @@ def test_methods_that_change_parameters_outside_of_steps_are_run(stage: int, row
         assert side.optimizer.param_groups[0]["train_mode"]
         return loss
 
-    side_by_side(ScheduleFree, work, build=Scaled, stage=stage, offload=row, between=lambda side, _: turn(side, "eval"))
+    side_by_side(
+        ScheduleFree,
+        work,
+        build=Scaled,
+        stage=stage,
+        offload=row,
+        between=lambda side, step: turn(side, *[("eval",), ("train", False)][step % 2]),
+    )
 
 
 # -- steps that call their closure ------------------------------------------------------------------------------------
@@ -583,6 +590,35 @@ def test_a_step_that_calls_its_closure_ends_an_accumulation(stage: int) -> None:
             side.backward(loss_at(side.module, 0))
         with pytest.raises((RuntimeError, FailedElsewhereError), match="calls its closure first"):
             side.optimizer.step(lambda: side.backward(loss_at(side.module, 0, 1)))
+
+
+@on_ranks(4)
+def test_replicas_of_shards_step_together_with_the_loss_of_rank_0() -> None:
+    """Each has an owner of its own, and ranks have other losses."""
+    node = f"node {dist.get_rank() // 2}"
+    with Sharded(Scaled(), optimizer=CLOSURES["search"], hybrid_shard="node", node=node) as side:
+        for step in range(2):
+            stepped_by_closure(side.module, side.optimizer, step, side.backward, clears=True)
+        with lightning_zero.gather(side.module):
+            found = [p.detach().clone() for p in side.module.parameters()]
+        assert_equal(found, side.engine.comm.all_gather_objects(found, "parameters")[0])
+
+
+@on_ranks(1)
+def test_an_interrupt_in_a_step_leaves_the_param_groups() -> None:
+    class Interrupted(LooksAhead):
+        def step(self, closure: Any) -> Any:
+            raise KeyboardInterrupt
+
+    with Sharded(Model(), stage=1, optimizer=Interrupted) as side, pytest.raises(KeyboardInterrupt):
+        groups = [list(group["params"]) for group in side.optimizer.param_groups]
+        try:
+            side.optimizer.step(lambda: None)
+        finally:
+            now = side.optimizer.param_groups
+            assert all(
+                a is b for g, known in zip(now, groups, strict=True) for a, b in zip(g["params"], known, strict=True)
+            )
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -57,9 +57,11 @@ def run_methods_by(run: Callable[[str, Callable[..., object]], object], optimize
     def replaced(name: str) -> Callable[[Optimizer], object]:
         method = getattr(kind, name)
 
-        def call(self: Optimizer) -> object:
+        def call(self: Optimizer, *args: object, **kwargs: object) -> object:
             alive = reference()
-            return method(self) if alive is None else alive(name, method)
+            if alive is None:
+                return method(self, *args, **kwargs)
+            return alive(name, lambda optimizer: method(optimizer, *args, **kwargs))
 
         return call
 
@@ -133,7 +135,7 @@ class AroundStep:
             )
         if [b for unit in self._units for b in unit.buckets if b.shown is Shown.PLAIN]:
             raise RuntimeError(
-                "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
+                f"optimizer.{what}() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."
             )
         if self.passes.between.shown:
