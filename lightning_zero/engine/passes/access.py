@@ -106,7 +106,7 @@ class Access:
         # Another rank may wait for this unit's param sync. And a gather under way would overwrite the new values.
         self._passes.after_step.sync_params(unit)
         unit.unshard_wait()
-        # Autograd saves weights of units that stay gathered unnoticed.
+        # The engine does not see which weights autograd saves of units that stay gathered.
         may_be_saved = unit.in_graph or not (unit.index and place.bucket.plan.reshards)
         self._passes.writes.replace(place, value, at_end=self._passes.key is not None and may_be_saved)
 
