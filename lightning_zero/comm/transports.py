@@ -110,7 +110,7 @@ def _own(full: Tensor, among: Members) -> Tensor:
 
 
 def _queues(tensor: Tensor) -> bool:
-    """Return whether messages of ``tensor`` are queued on the current stream, so that the host waits for none."""
+    """Return whether ``tensor`` is on a device: its messages are queued on a stream, and the host need not wait."""
     return tensor.device.type != "cpu"
 
 

@@ -69,8 +69,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 class GPT(nn.Module):
     """Decoder-only transformer: ``tokens [batch, length] int64 -> logits [batch, length, vocab_size]``.
 
-    ``position``: a ``learned`` embedding, as in GPT-2, or ``rotary``, which has no parameters and learns sooner. Raises
-    ConfigError, with the key of the group ``model``, for impossible sizes.
+    ``position``: a ``learned`` embedding, as in GPT-2, or ``rotary``, which has no parameters and learns faster. Raises
+    ConfigError for invalid arguments; the message names the setting, such as ``model.d_model``.
     """
 
     tensor_plan: ClassVar = {

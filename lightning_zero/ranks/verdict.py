@@ -181,9 +181,9 @@ class Peers:
         self.known = self._post_first("failed", f"{self.posts.own.name(self._rank)} failed with {text}")
 
     def tell_gone(self, found: str, *, aloud: bool = False) -> str:
-        """Post ``found``, a sentence about the rank that has ended, unless another one is posted. Return the posted
-        one. If the store ends with this process, first give other ranks time to read it. ``aloud``: print the sentence
-        if this rank is the first, because a launcher may end this process before an exception is printed."""
+        """Post ``found``, a sentence about the rank that has ended, unless a rank has already posted such a sentence.
+        Return the posted sentence. If the store ends with this process, wait so that other ranks can read it first.
+        ``aloud``: if this rank posted it, print it: a launcher may end this process before an exception is printed."""
         own = [self._rank, self._read("failed") or found]
         first = self._post_first("gone", own)
         self.known = str(first[1])

@@ -173,7 +173,7 @@ class Watchdog:
             watched = None  # else it would live through the next wait
 
     def _listen(self) -> None:
-        """Judge the posts of the ranks before and after this one, and read what other ranks have found."""
+        """Check whether a rank is gone, by the posts of both neighbouring ranks and what other ranks have reported."""
         beside = {(self._rank + step) % self._world_size for step in (1, -1)} - {self._rank}
         seen = self.peers.posts.read({0, *beside})
         seen = {rank: one for rank, one in seen.items() if rank in beside and not one.post.left}
@@ -224,7 +224,7 @@ class Watchdog:
         self._end(EXIT_CODE)
 
     def paused_s(self) -> float:
-        """Return the seconds in which this process was paused since this watchdog was made."""
+        """Return for how many seconds this process has been paused since this watchdog was created."""
         if self._threads["judges"].is_alive():  # else nobody has called, which would count as a pause
             self.running_s()
         return self.running_s.paused_s

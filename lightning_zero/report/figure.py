@@ -123,10 +123,10 @@ def _svg(figure: Any) -> str:
 
 
 def _by_unit(own: Values) -> tuple[Values, Values]:
-    """Divide the metrics in ``own`` between two y-axes. Return the metrics of the first axis and of the second.
+    """Return the metrics in ``own`` to draw on the first y-axis, and those to draw on the second.
 
-    Metrics whose names differ only in ``train``, ``val`` or ``test`` share an axis. Without such metrics, losses are on
-    the first axis and all others on the second."""
+    Metrics whose names differ only in ``train``, ``val`` or ``test`` form a group. Each axis shows at most one group,
+    losses first; other metrics are left out. Without groups, losses are on the first axis, all others on the second."""
     kinds: dict[str, dict[str, Any]] = {}
     for name, pairs in own.items():
         kinds.setdefault(re.sub(r"(train|valid(ation)?|val|test)[_/]?|_(step|epoch)$", "", name), {})[name] = pairs

@@ -385,7 +385,7 @@ class Hooks:
             saving.__exit__(None, None, None)
 
     def forget_calls(self) -> None:
-        """Drop the records of calls that an exception has ended without a call of the forward hooks."""
+        """Drop the records of calls that an exception ended before the engine's forward hook ran."""
         while self._running:
             self._end_call()
         self._depth = 0

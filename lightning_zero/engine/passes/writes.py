@@ -480,8 +480,8 @@ class Fence:
                 bucket.show(gathered=True)
 
     def refuse_use(self, info: ParamInfo, operation: str) -> None:
-        """Raise a RuntimeError if users' code runs ``operation`` on the parameter in a call (``passing_on``) whose code
-        may pass parameters on but not use their values."""
+        """Raise a RuntimeError if users' code runs ``operation``, which needs the parameter's values, in a call that
+        may only pass parameters on (``passing_on``, such as ``state_dict()``). Elsewhere, do nothing."""
         if self.passing_on:
             raise RuntimeError(
                 f"{info.fqn}: expected that code in {self.passing_on} of a sharded module passes parameters on, or "

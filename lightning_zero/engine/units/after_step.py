@@ -225,7 +225,7 @@ class AfterStep:
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """Schedule param syncs of the buckets in `changed`: masters are new or will be after a step. Collective."""
+        """Schedule param syncs of the `changed` buckets, whose masters are new or await a queued step. Collective."""
         viewed = []
         for unit in self._units:
             if not (buckets := [b for b in unit.buckets if b in changed]):

@@ -28,9 +28,9 @@ from lightning_zero.settings import ConfigError, Precision, ZeroConfig
 def materialise(
     module: nn.Module, unit: str, units: Collection[str], device: torch.device, sources: Mapping[str, Tensor]
 ) -> None:
-    """Allocate a unit's parameters and buffers that are on the meta device, and set first values. Keeps ties.
-    Parameters in `sources` (first values by name) stay on meta, because each rank reads only its part of them. If the
-    engine's own `device` is meta (simulated scale), nothing changes."""
+    """Allocate a unit's parameters and buffers that are on the meta device, and initialize them. Tied parameters stay
+    tied. Parameters in `sources` (initial values by name) stay on meta, because each rank reads only its part of them.
+    If the engine's own `device` is meta (simulated scale), nothing changes."""
     if device.type == "meta":
         return
     sourced = {id(p) for fqn, p in module.named_parameters(remove_duplicate=False) if fqn in sources}

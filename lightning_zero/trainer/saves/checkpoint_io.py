@@ -149,7 +149,7 @@ def _is_wrapper(io: CheckpointIO | None) -> bool:
 
 
 def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Return the checkpoint in a file. The file's code can run only if ``weights_only`` is False, or for a URL.
+    """Return the checkpoint at ``path``, a file or a URL. Code in it can run only if ``weights_only`` is False.
 
     Raises:
         ConfigError: the file would run code, or is not a complete checkpoint. The message names the file.

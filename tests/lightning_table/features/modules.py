@@ -111,7 +111,7 @@ class Drops(Lit):
         return self.head(x)
 
 
-@feature("a frozen teacher, a module that is not registered")
+@feature("a frozen teacher, and a module that is not registered")
 class Learns(Lit):
     def __init__(self) -> None:
         super().__init__()
