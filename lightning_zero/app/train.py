@@ -59,7 +59,7 @@ from lightning_zero.app.parts import (
 )
 from lightning_zero.app.schema import Task, TrainConfig, register_schema
 from lightning_zero.data.sources import check_path
-from lightning_zero.ranks.resume import REFUSED, RUN_DIR_VARIABLE, write_outcome
+from lightning_zero.ranks.resume import REFUSED, RUN_DIR_VARIABLE, damage, refusal, write_outcome
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.settings import ConfigError
 
@@ -171,8 +171,13 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
 
 
 def check_checkpoint(path: str | None) -> None:
-    if path is not None and "://" not in path and not os.path.exists(path):
+    if path is None or "://" in path:
+        return
+    if not os.path.exists(path):
         raise ConfigError(f"ckpt_path: expected a checkpoint, got {path!r}, which does not exist. Change ckpt_path.")
+    with contextlib.suppress(OSError):
+        if cause := damage(path):
+            raise ConfigError(refusal(path, cause))
 
 
 def check_task(config: TrainConfig) -> None:

@@ -26,6 +26,7 @@ FILES = "job_checkpoints.jsonl"  # in the run folder: lists the checkpoints that
 OUTCOME_VARIABLE = "LIGHTNING_ZERO_OUTCOME"
 REQUEUE, REFUSED = "requeue", "refused"
 RUN_DIR_VARIABLE = "LIGHTNING_ZERO_RUN_DIR"  # tells a user's own script the run folder of its job
+SAVED = (b"PK", b"\x80")  # beginnings of what torch.save writes: a zip file, or a pickle of earlier days
 RAISED = "raised-"  # plus a rank: a file beside the outcome file, which says that this rank has raised before training
 CLOCKS_DIFFER_NS = 3600 * 10**9  # most that the clock of an object store is taken to be late
 MEET_S = 10.0  # seconds that a failed rank waits for others that fail, because srun ends all when one ends
@@ -170,6 +171,26 @@ def _remote_checkpoints(folder: str, names: str, own: Collection[str]) -> Iterat
 def _whole(path: Path) -> bool:
     """Return whether a checkpoint has what is written last: the table of a zip file, or ``.metadata`` of a folder."""
     return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)
+
+
+def refusal(path: object, cause: str) -> str:
+    return (
+        f"ckpt_path (path of fabric.load): expected a whole checkpoint, got {path}: {cause}. Give another checkpoint."
+    )
+
+
+def damage(path: str | os.PathLike[str]) -> str | None:
+    """Return why the local ``path`` is no whole checkpoint, found by a few bytes; None if nothing is found. Raises
+    OSError if ``path`` cannot be read."""
+    if os.path.isdir(path):
+        return None if _whole(Path(path)) else "it has no .metadata, which is written last"
+    with open(path, "rb") as file:
+        begin = file.read(8)
+    if not begin.startswith(SAVED):
+        return f"torch.save writes no file that begins with {begin!r}" if begin else "the file is empty"
+    if begin.startswith(SAVED[0]) and not zipfile.is_zipfile(path):
+        return "the end of the file is missing"
+    return None
 
 
 def write_outcome(word: str) -> bool:

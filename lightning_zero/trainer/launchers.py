@@ -38,11 +38,10 @@ from lightning_zero.lightning_api import (
     ScriptLauncher,
     TrainerFn,
     checkpoint_folder,
-    is_local,
     pl,
     rank_zero_only,
 )
-from lightning_zero.ranks.resume import newest_checkpoint
+from lightning_zero.ranks.resume import damage, newest_checkpoint, refusal
 from lightning_zero.settings import CheckpointFormat, ConfigError, names_arguments
 from lightning_zero.tiers.remote import RemotePath, place
 from lightning_zero.trainer.saves.checkpoint_io import writes_files
@@ -200,16 +199,22 @@ def _check_folders(trainer: pl.Trainer) -> None:
 
 
 def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Raise NoCheckpointError if ``function`` (such as the body of ``Trainer.fit``), called with ``args`` and
-    ``kwargs``, would load a local checkpoint that does not exist."""
+    """Raise ConfigError if ``function`` (such as the body of ``Trainer.fit``), called with ``args`` and ``kwargs``,
+    would load a local checkpoint that is damaged or (NoCheckpointError) does not exist."""
     path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
-    if path is None or not is_local(path) or not writes_files(trainer.strategy.checkpoint_io):
+    if path is None or str(path) in ("best", "last", "hpc") or "registry" in str(path).lower():
         return
-    if str(path) not in ("best", "last", "hpc") and "registry" not in str(path).lower() and not os.path.exists(path):
+    found = place(path)
+    if not isinstance(found, Path) or not writes_files(trainer.strategy.checkpoint_io):
+        return
+    if not found.exists():
         raise NoCheckpointError(
             f"ckpt_path: expected a checkpoint, got {str(path)!r}, which does not exist. Change ckpt_path, or write "
             "the file before this call, not in prepare_data or setup."
         )
+    with contextlib.suppress(OSError):
+        if cause := damage(found):
+            raise ConfigError(refusal(path, cause))
 
 
 def _with_last(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

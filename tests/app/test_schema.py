@@ -295,6 +295,7 @@ ONE_OF_A_KIND = {
     ("data.path=nowhere.txt", ["data.path", "nowhere.txt"]),
     ("model._target_=lightning_zero.models.gpt.LitGTP", ["model._target_", "LitGTP"]),
     ("ckpt_path=nowhere.ckpt", ["ckpt_path", "nowhere.ckpt"]),
+    ("ckpt_path=/proc/self/status", ["got /proc/self/status: torch.save writes no file that begins with b'Name:"]),
     ("data=synthetic zero.init_from=/nowhere", ["zero.init_from: expected a folder, got /nowhere. Change"]),
     ("data=synthetic zero.unit.classes=[Blok]", ["got 'Blok', which does not", "zero.unit.classes=[Block]."]),
     (f"{QUICK} callbacks.checkpoint.dirpath=/proc/a", ["callbacks.checkpoint.dirpath: expected a folder to write "]),

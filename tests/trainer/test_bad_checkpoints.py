@@ -306,9 +306,7 @@ def test_file_that_is_no_archive_is_refused(weights_only: bool | None, tmp_path:
             load(ZeroCheckpointIO(), path, weights_only)
         assert "weights_only` set to" not in str(refused.value)
     path.write_bytes(b"<html>not found</html>")
-    with pytest.raises(
-        ConfigError, match=r"got .*a\.ckpt: .*: torch.save writes no file that begins with b'<html>no'\."
-    ):
+    with pytest.raises(ConfigError, match=r"got .*a\.ckpt: torch.save writes no file that begins with b'<html>no'\."):
         load(ZeroCheckpointIO(), path, weights_only)
 
 

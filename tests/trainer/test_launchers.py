@@ -59,6 +59,24 @@ def test_fork_after_a_backward_whose_threads_live_is_refused() -> None:
         trainer("zero3_notebook", 2).strategy.launcher.launch(lambda: None)
 
 
+def test_checkpoints_are_looked_at_before_processes_start(tmp_path: Path) -> None:
+    """An address of a local file counts as the file."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "page.ckpt").write_text("<html>")
+    torch.save({"a": torch.ones(999)}, tmp_path / "good.ckpt")
+    (tmp_path / "short.ckpt").write_bytes((tmp_path / "good.ckpt").read_bytes()[:2000])
+    of = trainer("zero3", 2)
+    for name, says in {
+        "none.ckpt": "none.ckpt', which does not exist", "folder": "folder: it has no .metadata",
+        "page.ckpt": "begins with b'<html>'", "short.ckpt": "the end of the file is missing",
+    }.items():  # fmt: skip
+        for path in (str(tmp_path / name), f"file://{tmp_path}/{name}"):
+            with pytest.raises(ConfigError, match=says):
+                of.strategy.launcher.launch(lambda ckpt_path: None, path, trainer=of)
+    for path in (None, "best", f"file://{tmp_path}/good.ckpt"):
+        launchers._check_checkpoint(of, lambda ckpt_path: None, (path,), {})
+
+
 NOTEBOOK = """
 import os
 import sys

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_zero.checkpoint.sharded.items import Entry
+from lightning_zero.ranks.resume import refusal
 from lightning_zero.settings import ConfigError
 from lightning_zero.tiers.remote import INDEX, Place
 
@@ -149,12 +150,6 @@ def refuse_other_folder(target: Place) -> None:
     if others:
         shown = ", ".join(sorted(others)[:3])
         raise IsADirectoryError(errno.EISDIR, f"a folder with other files ({shown}), which a save would remove")
-
-
-def refusal(path: Place, cause: str) -> str:
-    return (
-        f"ckpt_path (path of fabric.load): expected a whole checkpoint, got {path}: {cause}. Give another checkpoint."
-    )
 
 
 def _check_files(folder: Place, index: Metadata) -> None:

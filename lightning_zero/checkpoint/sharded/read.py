@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_zero.checkpoint.sharded.index import extra_of, read_index, refusal
+from lightning_zero.checkpoint.sharded.index import extra_of, read_index
 from lightning_zero.checkpoint.sharded.items import unflattened
 from lightning_zero.planning.boxes import boxes
 from lightning_zero.pretrained.stored import StoredTensor
+from lightning_zero.ranks.resume import refusal
 from lightning_zero.settings import MIB, ConfigError
 from lightning_zero.tiers.remote import Place, Ranges, RemotePath, place
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.checkpoint.verify import NOTHING, Report, check
 from lightning_zero.engine import Engine
 from lightning_zero.lightning_api import CheckpointIO, rank_zero_info
 from lightning_zero.ranks.progress import SILENT, LongWork
+from lightning_zero.ranks.resume import refusal
 from lightning_zero.settings import CheckpointFormat, ConfigError
 from lightning_zero.tiers.remote import INDEX, Place, is_folder, place
 from lightning_zero.trainer.processes import Processes

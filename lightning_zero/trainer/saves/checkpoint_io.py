@@ -18,11 +18,12 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_zero.checkpoint.archive import write_archive
 from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
-from lightning_zero.checkpoint.sharded.index import refusal, refuse_other_folder
+from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.lightning_api import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
 from lightning_zero.planning.memory import SPARE
 from lightning_zero.ranks.progress import SILENT, LongWork
+from lightning_zero.ranks.resume import damage, refusal
 from lightning_zero.settings import MIB, ConfigError
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.remote import RemotePath, place
@@ -174,7 +175,6 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
 
 # Errors that another try cannot fix. torch raises EINVAL for a truncated file.
 _LASTING = (errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM)
-SAVED = (b"PK", b"\x80")  # beginnings of what torch.save writes: a zip file, or a pickle of earlier days
 _NOT_ALLOWED = "Weights only load failed"
 
 
@@ -196,12 +196,11 @@ def way_out(found: Iterable[str]) -> str:
 
 
 def _damaged(path: Any, error: Exception) -> str:
+    with contextlib.suppress(OSError, TypeError):
+        if cause := damage(path):
+            return refusal(path, cause)
     said = str(error).partition(" In PyTorch 2.6")[0]  # without torch's advice to give weights_only=False
-    cause = f"{type(error).__name__}: {said}".rstrip(": .")
-    with contextlib.suppress(OSError, TypeError), open(path, "rb") as file:
-        if not (begin := file.read(8)).startswith(SAVED) and begin:
-            cause = f"torch.save writes no file that begins with {begin!r}"
-    return refusal(path, f"it cannot be read: {cause}")
+    return refusal(path, f"it cannot be read: {type(error).__name__}: {said}".rstrip(": ."))
 
 
 def _refused(path: Any, error: Exception) -> list[str]:

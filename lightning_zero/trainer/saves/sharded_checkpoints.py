@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from lightning_zero.checkpoint.sharded.index import refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.engine.whole.values import TensorParts
 from lightning_zero.lightning_api import CheckpointIO, TorchCheckpointIO
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import SILENT, LongWork
+from lightning_zero.ranks.resume import refusal
 from lightning_zero.settings import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.tiers.remote import place
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, runs_code
