@@ -56,8 +56,8 @@ def rows() -> list[Row]:
 
 
 def check(text: str, folder: str | None) -> None:
-    """Train with each combination of settings whose name contains ``text``. Exit with code 1 if one fails. ``folder``:
-    where offload writes its files; None: the system's temporary folder."""
+    """Train with each combination whose name contains ``text``. Exit with code 1 if one fails or no name does.
+    ``folder``: the folder in which offload writes its files; None: the system's temporary folder."""
     chosen = [row for row in rows() if text in row.name]
     if not chosen:
         sys.exit(f"--check: expected a part of one of {', '.join(row.name for row in rows())}, got {text!r}")

@@ -32,7 +32,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raise ConfigError if others are set."""
+    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raise ConfigError if they conflict."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return
@@ -162,7 +162,7 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
-    """Return the checkpoint to resume from: the newest of an earlier start of this job, else ``config.ckpt_path``."""
+    """Return the newest checkpoint that an earlier start of this job has written, else ``config.ckpt_path``."""
     from lightning_zero.trainer.saves.kept_files import newest_of_job
 
     folders = [folder for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))]

@@ -62,7 +62,7 @@ from lightning_zero.trainer.memory.fake_module import meta_copy, states_of
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """The memory and time that a stage with an offload setting needs: ``ZeroStrategy(row.stage, offload=row.offload)``.
+    """The memory and time that a run with ``ZeroStrategy(row.stage, offload=row.offload)`` needs, for a ``row``.
 
     Attributes:
         fits: whether the machine has this memory.
@@ -182,7 +182,7 @@ def find_machine(
     asked: MachineConfig, zero: ZeroConfig, *, gpus: int | None = None, nodes: int | None = None, on_gpus: bool = True
 ) -> Machine:
     """Return the machine to plan for. Values that ``asked`` does not give come from this machine. ``gpus``, ``nodes``:
-    those of the run, if known. ``on_gpus``: whether the run uses GPUs if there are any."""
+    how many GPUs per node and nodes the run uses, if known. ``on_gpus``: whether the run uses GPUs if there are any."""
     from lightning_zero.comm.share import Share, own_path
     from lightning_zero.device.cuda import gpu_count, gpu_nbytes
     from lightning_zero.tiers.limits import available_host_memory

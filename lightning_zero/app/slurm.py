@@ -1,4 +1,4 @@
-"""The Hydra group ``cluster``: what a run requests from SLURM, for ``submit``, sweeps and jobs. Also job scripts."""
+"""The Hydra group ``cluster``, which says what a run requests from SLURM, and the scripts of SLURM jobs."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 def script(
     cluster: ClusterConfig, arguments: Sequence[str], *, folder: Path, run_dir: str | None = None, own: bool = False
 ) -> str:
-    """Return the text of an sbatch script that runs the main job or the user's own command.
+    """Return the text of an sbatch script that runs ``lightning_zero.train`` or the user's own command.
 
     Args:
         arguments: arguments of ``python -m lightning_zero.train``, or the words of the command.

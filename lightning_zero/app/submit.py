@@ -76,7 +76,7 @@ REFUSALS = {
 
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
-    """Raise ConfigError if the main job would raise one for this configuration. This machine may lack the job's
+    """Raise ConfigError if ``lightning_zero.train`` would raise one in the job. This machine need not have the job's
     devices."""
     check_packages(config, "model", "data")
     from lightning.pytorch.plugins.environments import LightningEnvironment

@@ -141,7 +141,7 @@ class LogSettings(Callback):
 
 
 def plain(value: Any) -> Any:
-    """Return ``value``, a configuration, for loggers: enum members are replaced by their names."""
+    """Return the configuration ``value`` as loggers take it, with enum members replaced by their names."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping):

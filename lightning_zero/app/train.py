@@ -98,7 +98,7 @@ def number_of_nodes(trainer: Mapping[str, Any]) -> int:
 
 
 def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
-    """Return the Trainer, with ZeroStrategy. ``plugins``: SLURM's if None. Raise ConfigError for a refused setting."""
+    """Build a Trainer with ZeroStrategy. ``plugins``: None for those of SLURM. Raise ConfigError for a bad setting."""
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
@@ -132,7 +132,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
 
 
 def check_launch(trainer: Trainer) -> None:
-    """Raise ConfigError for a Hydra sweep whose jobs start processes: each process would run the whole sweep again."""
+    """Raise ConfigError for a Hydra sweep whose jobs start processes, each of which would run the whole sweep again."""
     launcher = trainer.strategy.launcher
     environment = getattr(trainer.strategy, "cluster_environment", None)
     external = environment is not None and environment.creates_processes_externally
@@ -256,7 +256,7 @@ def run(config: TrainConfig) -> float | None:
 
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
-    """Give ``run_plan`` the number of optimizer state tensors (for ``auto``) and activations (for the final table)."""
+    """Set ``run_plan.optimizer_states``, a number for ``auto``, and ``activations``, a function for the last table."""
     from lightning_zero.app.plan_model import describe, optimizer_states
 
     strategy: Any = trainer.strategy

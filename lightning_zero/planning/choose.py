@@ -1,4 +1,4 @@
-"""Choose a stage and an offload setting for ``auto``: the fastest pair that fits. Deterministic.
+"""Choose a stage and an offload setting for ``auto``: the fastest pair that fits. The choice is deterministic.
 
 A share :data:`KEPT_FREE` of each memory stays free for what plans do not count: a GPU's context, the allocator's
 rounding, the system.

@@ -66,7 +66,7 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Bytes of a rank's optimizer state if an optimizer steps whole tensors. Only a tensor's owner has its state."""
+    """Bytes of a rank's optimizer state if an optimizer steps whole tensors, whose state is only on their owners."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes on the device beside the shards during the step, from owners.step_peak
@@ -96,7 +96,7 @@ def planned_bytes(
     state_tensors: States = ADAM_STATES,
     moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Sum the bytes that ``rank`` keeps allocated, by role and tier. Rank 0 has the most state: padding is at the end.
+    """Sum the bytes that ``rank`` keeps allocated, by role and tier. Rank 0, with least padding, has the most state.
 
     Args:
         state_tensors: how many element-wise state tensors a parameter has, or the state of ``rank``.

@@ -51,7 +51,7 @@ def split_messages(nbytes: Sequence[int], units: Sequence[int], limit: int) -> l
 
 def choose_owners(costs: Sequence[int], ranks: int, kept: Sequence[int | None]) -> list[int]:
     """Return each tensor's owner: the least loaded rank, chosen for the most expensive tensor first (LPT; Graham 1969),
-    within 4/3 of the optimum. ``kept``: the rank that stays the owner because it has the state, or ``None``."""
+    within 4/3 of the optimum. ``kept``: for each tensor the rank that stays its owner (it has the state), or None."""
     owners = [0 if owner is None else owner for owner in kept]
     total = [0] * ranks
     for cost, owner in zip(costs, kept, strict=True):

@@ -168,9 +168,9 @@ def is_even(names: Sequence[str]) -> bool:
 
 
 def rounds_of(rank: int, world_size: int) -> list[list[int]]:
-    """Return groups that contain ``rank``. All-reduces in them, one after another, equal one all-reduce over all ranks.
-    Written with the groups' sizes as bases of the digits, the ranks of a group differ in one digit. A ring all-reduce
-    of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5."""
+    """Return groups that contain ``rank``. All-reduces in these groups, one after another, equal one all-reduce over
+    all ranks. In the mixed radix whose bases are the groups' sizes, the ranks of a group differ in one digit. A ring
+    all-reduce of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5."""
     found, stride = list[list[int]](), 1
     while stride < world_size:
         left = world_size // stride

@@ -214,7 +214,7 @@ def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: A
 
 def _with_last(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return ``args`` and ``kwargs`` for ``function``. If a ModelCheckpoint saves to an object store, replace
-    ``ckpt_path="last"`` by the last checkpoint's address: Lightning would find none there, and begin a new run."""
+    ``ckpt_path="last"`` by the last checkpoint's URL, because Lightning would find none and begin a new run."""
     given = inspect.signature(function).bind(*args, **kwargs)
     if given.arguments.get("ckpt_path") == "last":
         saves = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

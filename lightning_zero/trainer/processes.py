@@ -204,8 +204,8 @@ class Processes:
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
 
     def _join(self) -> None:
-        """Create the default process group of all ranks, without binding it to a device: with a bound group NCCL would
-        at once allocate up to a gigabyte for a communicator that is not used. Collective."""
+        """Create the default process group of all ranks. Do not bind it to a device, because for a bound group NCCL
+        would at once allocate up to a gigabyte for a communicator that is not used. Collective."""
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
