@@ -97,7 +97,7 @@ def convert(
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Return ``tree`` with StoredTensors as its tensors; writing reads and casts their values. Tied ones stay tied."""
+    """Return ``tree`` with a StoredTensor, read and cast when written, for each tensor. Tied tensors stay tied."""
     made: dict[Any, StoredTensor] = {}
 
     def stored(value: Tensor) -> StoredTensor:

@@ -170,7 +170,7 @@ def _disk(folder: str) -> Facts:
 
 
 def variables(environ: Mapping[str, str]) -> Facts:
-    """Return the variables in ``environ`` that affect a run, without secrets, users and passwords in URLs included."""
+    """Return the variables in ``environ`` that affect a run. Leave out secrets, and users and passwords in URLs."""
     return {
         name: _IN_URL.sub("", value)
         for name, value in sorted(environ.items())

@@ -32,7 +32,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raise ConfigError if they conflict."""
+    """Set the Trainer's nodes, devices and accelerator from ``cluster``. Raise ConfigError if other values are set."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return
@@ -143,7 +143,7 @@ def make_folders(config: TrainConfig) -> None:
 
 
 def keep_work(config: TrainConfig, trainer: Trainer) -> None:
-    """Make the strategy save a checkpoint on SIGTERM and every ``save_minutes``, unless checkpoints are disabled."""
+    """Make the strategy save on SIGTERM and every ``save_minutes`` minutes, unless checkpoints are disabled."""
     if saves_nothing(config) is None:
         strategy = cast("ZeroStrategy", trainer.strategy)
         strategy.saves_on_sigterm = True

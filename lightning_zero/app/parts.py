@@ -79,7 +79,7 @@ def build(
     extra: dict[str, Any] | None = None,
     needs_extra: set[str] | frozenset[str] = frozenset(),
 ) -> Any:
-    """Call the ``_target_`` of ``node`` with its other keys. Return the result, or with ``_partial_`` a function.
+    """Call the ``_target_`` of ``node`` with its other keys, and return the result; with ``_partial_``, a function.
 
     Args:
         key: path of ``node`` in the configuration, for messages.
@@ -243,7 +243,7 @@ def build_optimizer(config: TrainConfig) -> Any:
 
 
 def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
-    """Build the LightningModule of the group ``model``, with the optimizer if it takes one."""
+    """Build the LightningModule of the group ``model``, and pass it the optimizer if it takes one."""
     optimizer = build_optimizer(config) if config.optimizer else None
     asked_for_optimizer = any(k == "optimizer" or k.startswith("optimizer.") for k in explicit)
     needed = {"optimizer"} if asked_for_optimizer else set()

@@ -131,7 +131,7 @@ def slurm_memory(mem: str | None) -> int | None:
 
 
 def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
-    """Return text about the memory that the run needs by the plan. Raise ConfigError if the run does not fit."""
+    """Return text about the memory that the plan predicts for the run. Raise ConfigError if the run does not fit."""
     from lightning_zero.app.plan_model import describe
 
     model = describe(config, train.explicit_keys()).model

@@ -179,7 +179,7 @@ def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Ite
 def _report(
     config: TrainConfig, trainer: Trainer, arguments: list[str], metrics: dict[str, float], status: str, begun: float
 ) -> None:
-    """Print the last lines of a run, and write its results to the run folder. A fit gets a plot and a page too."""
+    """Print the last lines of a run, and write its results to the run folder. After a fit, also write plot and page."""
     folder, finished = Path(config.run_dir), status == "finished"
     checkpoint, best = _checkpoints(trainer, folder, begun) if config.task is Task.fit else (config.ckpt_path, None)
     if config.task is Task.fit and finished:

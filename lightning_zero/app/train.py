@@ -1,7 +1,7 @@
 """The main job: ``python -m lightning_zero.train [group=file] [key=value]``.
 
-Everything is checked and built before Lightning starts other processes, so that a single process reports a mistake, by
-a sentence and exit code 2. Errors in training keep their traceback.
+Everything is checked and built before Lightning starts other processes, so that a single process reports a mistake,
+with a sentence and exit code 2. Errors in training keep their traceback.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ def refusals() -> Iterator[None]:
 
 
 def said_in_a_sentence(error: Exception) -> bool:
-    """If ``error`` is about a disk or another rank, print it without a traceback and return True, else return False."""
+    """If ``error`` is about a disk, another rank or a failed save, print its message only. Return whether it is."""
     from lightning_zero.ranks.verdict import PeerError
     from lightning_zero.trainer.interruptions import failed_on_all_ranks
 

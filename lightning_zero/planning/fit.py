@@ -220,7 +220,7 @@ def _shortages(
 
 
 def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, rows: Sequence[Row]) -> Advice:
-    """Find how many GPUs ``row`` needs, by doubling hosts, and the offload in ``rows`` that fits at the same stage."""
+    """Find how many GPUs ``row`` needs, by doubling hosts, and the first offload in ``rows`` that fits at its stage."""
     gpus = None
     bigger = machine
     for _ in range(MOST_DOUBLINGS):
@@ -233,7 +233,7 @@ def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, ro
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Return the row that fits and offloads least; of several, the one with the lowest stage; None if no row fits."""
+    """Return the row that fits and offloads least, and of several such rows the lowest stage's; None if no row fits."""
     fitting = [row for row in rows if row.fits]
     nearness = list(Offload)
     return min(fitting, key=lambda r: (nearness.index(r.offload), r.stage.value), default=None)

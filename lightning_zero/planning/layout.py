@@ -140,7 +140,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join adjacent fragments with equal ``keys`` into runs, and return (key, run) pairs. Key None: no run."""
+    """Join adjacent fragments with equal ``keys`` into runs. Return (key, run) pairs, without fragments of key None."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

@@ -163,7 +163,7 @@ class Limits:
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
     """Compute the peak bytes of gathered units in forward and backward, for units called in order. ``nbytes``: gathered
-    bytes of each unit that is dropped after use, the root first. The root stays gathered."""
+    bytes of each unit, the root first, without buckets that do not reshard. The root stays gathered during a pass."""
     peaks = [nbytes[0] if nbytes else 0] * 2
     for _, backward, held in gathered_along(nbytes, limits):
         peaks[backward] = max(peaks[backward], held)
@@ -315,7 +315,7 @@ def read_nbytes(bucket: BucketPlan) -> int:
 
 def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
     """Return whether ``rest``, the bytes of each of a host's ``local_ranks`` ranks, fills at most half of the memory of
-    a GPU and of the host. ``gpu``, ``host``: their bytes; 0 if there is no GPU."""
+    a GPU and of the host. ``gpu``, ``host``: the bytes of these memories; ``gpu`` is 0 if there is no GPU."""
     on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
     if not gpu:
         return (on_device + on_host) * local_ranks <= host // 2

@@ -122,7 +122,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def owner_of(users: Iterable[str], units: Iterable[str]) -> str:
-    """Return the innermost unit that contains all ``users``, modules with the same parameter; "" for the root."""
+    """Return the innermost unit that contains all modules in ``users``, which share a parameter; "" for the root."""
     split = [name.split(".") if name else [] for name in users]
     common = split[0]
     for parts in split[1:]:

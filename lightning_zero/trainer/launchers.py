@@ -140,7 +140,7 @@ class ForkLauncher(Forking, ForkingLauncher):
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
         """Return rank 0's results; None on other ranks. After a fit, also write the whole model's weights to a file,
-        which the results name. Collective."""
+        whose path is in the results. Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
         first = self._strategy.local_rank == 0

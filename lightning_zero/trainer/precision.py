@@ -161,8 +161,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward of the loss ``tensor``, and reduce all gradients before ``on_after_backward``.
-        Collective."""
+        """Run the loss's backward, and reduce all gradients before ``on_after_backward``. Collective."""
         engine = self.strategy.engine
         if self.scaler is not None:
             engine.passes.reducer.set_loss_scale(self.scaler.scale)

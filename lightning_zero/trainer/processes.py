@@ -53,8 +53,8 @@ _START_METHODS = ("popen", "fork")
 
 
 class Processes:
-    """Base class of the Trainer's and Fabric's strategies: starts, connects and ends processes. ``run_plan``: a
-    :class:`RunPlan`, facts about the run from the program that starts it."""
+    """Base class of the Trainer's and Fabric's strategies: starts, connects and ends processes. ``run_plan``: facts
+    about the run, given by the program that starts it."""
 
     config: ZeroConfig
     _given_config: ZeroConfig | None  # the argument ``config``

@@ -215,7 +215,7 @@ class ZeroStrategy(Run):
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:  # type: ignore[override]
-        """Check and store the run's module. The Trainer sets it before it starts processes."""
+        """Check and store the run's module. The Trainer sets this attribute before it starts processes."""
         if module is not None and module is not self._module:
             with names_arguments(self._given_config):
                 self._check_before_start(module)

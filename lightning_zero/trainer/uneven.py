@@ -43,7 +43,7 @@ class EndsTogether(PrefetchDataFetcher):
             self.look_ahead()
 
     def look_ahead(self) -> None:
-        """From now on fetch each batch one call earlier, so that a rank returning its last batch knows that it is."""
+        """From now on fetch each batch one call earlier, to know when returning a batch whether it is the last one."""
         self.ahead = True
         if self.length is not None:
             self.limit, self.length = self.length, None

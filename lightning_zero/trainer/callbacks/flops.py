@@ -20,7 +20,7 @@ class FlopCount(TorchDispatchMode):
     """Counts the FLOPs of matrix products, convolutions and attention in the body, by torch's formulas. The count
     ``backward`` is of backwards, including recomputation, and the count ``forward`` of all else.
 
-    torch's own ``FlopCounterMode`` is not used: it leaves hooks on modules and tensors.
+    torch's own ``FlopCounterMode`` is not used, because it leaves hooks on modules and tensors.
     """
 
     def __init__(self) -> None:

@@ -152,7 +152,7 @@ def _place(strategy: Run, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: Run) -> Machine:
-    """Return the Machine to plan for. ``places``: one per rank, of which the smallest free memory and disk count."""
+    """Return the Machine to plan for. ``places``: one per rank; the smallest values of free memory and disk count."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(

@@ -80,7 +80,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             remove_whole(get_filesystem(path)._strip_protocol(str(path)))
 
     def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Warn if a run could not resume from ``path``, where ``checkpoint`` is, because loading it might run code."""
+        """Warn if loading the file ``path``, to which ``checkpoint`` was saved, might run code and is thus refused."""
         whole = "optimizer_states" in checkpoint
         if whole in self._looked:
             return

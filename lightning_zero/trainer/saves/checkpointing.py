@@ -263,7 +263,8 @@ class Checkpoints:
         return checkpoint
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Check that a checkpoint's weights fit the model. Load them now, or in setup if the run resumes. Collective.
+        """Check that a checkpoint's weights fit the model. Load them now or, if the module is not sharded yet or the
+        run resumes, later in setup. Collective.
 
         Raises:
             OtherModelError: the weights are of another model. All ranks raise this, and nothing is loaded.
