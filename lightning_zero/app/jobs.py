@@ -133,8 +133,8 @@ def check_saves(config: TrainConfig, explicit: set[str]) -> None:
 
 
 def make_folders(config: TrainConfig) -> None:
-    """Create the folders of loggers, and of checkpoints if the run saves any. Raise ConfigError if one cannot be
-    made."""
+    """Create the folders of loggers, and of checkpoints if the run saves checkpoints. Raise ConfigError if a folder
+    cannot be made."""
     saves = config.task is Task.fit and saves_nothing(config) is None
     for group, key, nodes in (("logger", "save_dir", config.logger), ("callbacks", "dirpath", config.callbacks)):
         for name, node in nodes.items() if saves or group == "logger" else ():

@@ -107,7 +107,7 @@ class MemoryPlan:
 
     @property
     def best(self) -> PlannedRow | None:
-        """Return the row to try first: of the rows that fit, that which offloads and shards least; None if none fits."""
+        """Return the row to try first, which fits and offloads and shards as little as possible; None if none fits."""
         row = best(self.planned)
         return None if row is None else PlannedRow.of(row)
 

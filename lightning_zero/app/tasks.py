@@ -74,7 +74,7 @@ def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
 
 
 class WritePredictions(BasePredictionWriter):
-    """Writes each rank's predictions to ``rank-<rank>.pt``: pairs (indices of items, output of ``predict_step``)."""
+    """Writes each rank's predictions to ``rank-<rank>.pt``, as pairs (indices of items, output of ``predict_step``)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")

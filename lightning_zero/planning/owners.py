@@ -51,7 +51,7 @@ def split_messages(nbytes: Sequence[int], units: Sequence[int], limit: int) -> l
 
 def choose_owners(costs: Sequence[int], ranks: int, kept: Sequence[int | None]) -> list[int]:
     """Return each tensor's owner: the least loaded rank, chosen for the most expensive tensor first. The largest load
-    is at most 4/3 of the optimum (LPT; Graham 1969). ``kept``: the owner that has a tensor's state, or None."""
+    is at most 4/3 of the optimum (LPT; Graham 1969). ``kept``: each tensor's owner if it has the state, or None."""
     owners = [0 if owner is None else owner for owner in kept]
     total = [0] * ranks
     for cost, owner in zip(costs, kept, strict=True):

@@ -127,7 +127,7 @@ def over_nodes(names: Sequence[str], hybrid: HybridShard = HybridShard.flat, *, 
 
     Args:
         names: the node of each rank.
-        exchanges: whether an all-to-all reduces gradients. If nodes share shards, the ranks of a node then sum first.
+        exchanges: whether an all-to-all reduces gradients. If several nodes share shards, each node's ranks sum first.
     """
     nodes = tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names))
     if hybrid is not HybridShard.flat and not is_even(names):

@@ -318,7 +318,7 @@ class NotFinite:
             self._coming.append((finding * matters, is_norm, *self._streams.to_host(number.detach())))
 
     def _take(self) -> None:
-        """Check numbers whose copies have reached the host. Keep the newest norm and the first non-finite number."""
+        """Check numbers that have reached the host. Keep the newest norm, and step and rank of the first NaN or inf."""
         while self._coming and ((event := self._coming[0][3]) is None or self._streams.accelerator.is_over(event)):
             finding, is_norm, number, _ = self._coming.pop(0)
             if is_norm:

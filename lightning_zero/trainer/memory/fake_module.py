@@ -202,7 +202,7 @@ def planned_states(
 ) -> int | TensorStates:
     """Return the number of state tensors per parameter, or each parameter's state if an optimizer steps whole tensors.
 
-    Raises UnknownStateError if a trial step of an optimizer does not show its state.
+    Raises UnknownStateError if trial steps cannot reveal the state of an optimizer.
 
     Args:
         optimizers: optimizers, which stay unchanged. Their parameters can be on meta, or fake tensors.

@@ -12,7 +12,7 @@
 
 Ranks report written parts to rank 0 through the store (``ranks/mailbox.py``). Only rank 0's thread waits for other
 ranks, and nothing from the store is unpickled. ``dcp.async_save`` unpickles messages of ranks, and waits for a dead
-rank until its process group times out. Shards are copied as by DCP's ``DefaultStager``. To copy one storage at a time
+rank until its process group times out. Shards are copied as by DCP's ``DefaultStager``. Copying one storage at a time
 in low-priority threads was no better (``make bench-checkpoint``, 98 M parameters, 2 ranks, 2 idle cores, 2026-11-23)::
 
                                       stall s   durable s   MiB

@@ -49,7 +49,7 @@ class SavedParameter:
 
 
 class _Calls:
-    """Is pickled as a call of ``make``: unpickling returns the result of the call."""
+    """Is pickled as a call of ``make``, so that unpickling returns the result of this call."""
 
     def __init__(self, make: partial[object]) -> None:
         self._make = make
