@@ -404,11 +404,10 @@ def _in_pod(environ: Mapping[str, str]) -> bool:
 
 
 def own_environment() -> ClusterEnvironment | None:
-    """If mpirun has started this process and Lightning does not detect this, set torchrun's variables and return
-    torchrun's environment; otherwise return ``None``. In a pod of Kubeflow's PyTorchJob set ``NODE_RANK``. Lightning
-    detects mpirun only if mpi4py is installed, and a PyTorchJob only by a plugin; without the variables every process
-    would act as rank 0 and start further processes. Raises ConfigError if this process's rank or the address of rank 0
-    is unknown."""
+    """If mpirun has started this process and Lightning does not detect this (it needs mpi4py to do so), set torchrun's
+    variables and return torchrun's environment. Otherwise return ``None``, and in a pod of Kubeflow's PyTorchJob, which
+    Lightning detects only by a plugin, set ``NODE_RANK``. Without these variables every process would act as rank 0 and
+    start further processes. Raises ConfigError if this process's rank or the address of rank 0 is unknown."""
     place = launched()
     if _in_pod(os.environ):
         os.environ.setdefault("NODE_RANK", os.environ["RANK"])

@@ -44,7 +44,7 @@ class RunPlan:
 
 
 def settings_of(config: ZeroConfig | None, **settings: Any) -> ZeroConfig:
-    """Return ``config`` with the fields in ``settings`` replaced. Raise ConfigError if any of its values is wrong."""
+    """Return ``config`` with the fields in ``settings`` replaced. Raise ConfigError if a value is wrong."""
     # torch 2.13 warns on every rank about Lightning's own code, which users cannot change.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     config = make_config(config, **settings)
