@@ -56,8 +56,8 @@ def rows() -> list[Row]:
 
 
 def check(text: str, folder: str | None) -> None:
-    """Train with each combination of settings whose name contains ``text``. Exit with code 1 if one fails. ``folder``:
-    where offload writes its files; None: the system's temporary folder."""
+    """Train with each combination whose name contains ``text``. Exit with code 1 if there is none, or if one fails.
+    ``folder``: the folder in which offload writes its files; None: the system's temporary folder."""
     chosen = [row for row in rows() if text in row.name]
     if not chosen:
         sys.exit(f"--check: expected a part of one of {', '.join(row.name for row in rows())}, got {text!r}")
@@ -106,7 +106,7 @@ def _model() -> GPT:
 
 
 def _losses(model: Any, optimizer: Any, rank: int, device: Any, precision: str, engine: Any = None) -> list[float]:
-    """Train ``STEPS`` steps and return their losses. Keep the last gradients, so that their bytes can be compared."""
+    """Train ``STEPS`` steps and return their losses. Do not clear the last gradients, so that their bytes count."""
     generator = torch.Generator().manual_seed(1000 + rank)
     losses = []
     for _ in range(STEPS):

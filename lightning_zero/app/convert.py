@@ -64,7 +64,7 @@ def convert(
     """Write the checkpoint ``source`` to the new path ``target``. The module's docstring explains the other arguments.
 
     Raises ConfigError for a setting that cannot work and for a ``source`` that is incomplete or would run code. Raises
-    OSError or RuntimeError, with file and cause, if reading or writing fails.
+    OSError or RuntimeError, which name the file and the cause, if reading or writing fails.
     """
     if to not in ("full", "sharded", "safetensors"):
         raise ConfigError(f"convert: expected to=full|sharded|safetensors, got {to!r}. Change to=.")
@@ -97,7 +97,7 @@ def convert(
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Return ``tree`` with a StoredTensor for each tensor. Values are read and cast when written. Ties are kept."""
+    """Return ``tree`` with a StoredTensor, read and cast when written, for each tensor. Tied tensors stay tied."""
     made: dict[Any, StoredTensor] = {}
 
     def stored(value: Tensor) -> StoredTensor:

@@ -170,7 +170,7 @@ def _disk(folder: str) -> Facts:
 
 
 def variables(environ: Mapping[str, str]) -> Facts:
-    """Return the variables in ``environ`` that affect a run and are not named like secrets, without URLs' passwords."""
+    """Return the variables in ``environ`` that affect a run. Leave out secrets, and users and passwords in URLs."""
     return {
         name: _IN_URL.sub("", value)
         for name, value in sorted(environ.items())
@@ -195,7 +195,7 @@ def _lines_of(command: list[str]) -> list[str]:
 
 
 def text_of(found: Mapping[str, Facts]) -> str:
-    """Return the sections that :func:`facts` has collected as text to paste into a bug report."""
+    """Return a text for a bug report, with all sections in ``found``, which :func:`facts` returned."""
     lines = []
     for section, entries in found.items():
         lines.append(section)

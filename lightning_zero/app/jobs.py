@@ -32,7 +32,7 @@ GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
 
 def fit_trainer(config: TrainConfig) -> None:
-    """Set the Trainer's nodes, devices and accelerator to those of ``cluster``. Raise ConfigError if others are set."""
+    """Set the Trainer's nodes, devices and accelerator from ``cluster``. Raise ConfigError if other values are set."""
     cluster, trainer = config.cluster, config.trainer
     if cluster.name is ClusterName.none:
         return
@@ -133,8 +133,8 @@ def check_saves(config: TrainConfig, explicit: set[str]) -> None:
 
 
 def make_folders(config: TrainConfig) -> None:
-    """Create the folders of loggers, and of checkpoints if the run saves any. Raise ConfigError if one cannot be
-    made."""
+    """Create the folders of loggers, and of checkpoints if the run saves checkpoints. Raise ConfigError if a folder
+    cannot be made."""
     saves = config.task is Task.fit and saves_nothing(config) is None
     for group, key, nodes in (("logger", "save_dir", config.logger), ("callbacks", "dirpath", config.callbacks)):
         for name, node in nodes.items() if saves or group == "logger" else ():
@@ -143,7 +143,7 @@ def make_folders(config: TrainConfig) -> None:
 
 
 def keep_work(config: TrainConfig, trainer: Trainer) -> None:
-    """Make the strategy save a checkpoint on SIGTERM and every ``save_minutes``, unless checkpoints are disabled."""
+    """Make the strategy save on SIGTERM and every ``save_minutes`` minutes, unless checkpoints are disabled."""
     if saves_nothing(config) is None:
         strategy = cast("ZeroStrategy", trainer.strategy)
         strategy.saves_on_sigterm = True
@@ -162,7 +162,7 @@ def command_to_go_on(arguments: Sequence[str], path: str) -> str:
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
-    """Return the checkpoint to resume from: the newest of an earlier start of this job, else ``config.ckpt_path``."""
+    """Return the newest checkpoint that an earlier start of this job has written, else ``config.ckpt_path``."""
     from lightning_zero.trainer.saves.kept_files import newest_of_job
 
     folders = [folder for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))]

@@ -62,7 +62,7 @@ from lightning_zero.trainer.memory.fake_module import meta_copy, states_of
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """The memory and time that a stage with an offload setting needs: ``ZeroStrategy(row.stage, offload=row.offload)``.
+    """The memory and time that a run with ``ZeroStrategy(stage, offload=offload)`` needs.
 
     Attributes:
         fits: whether the machine has this memory.
@@ -107,7 +107,7 @@ class MemoryPlan:
 
     @property
     def best(self) -> PlannedRow | None:
-        """Return the row to try first: of those that fit, the one that offloads and shards least; None if none fits."""
+        """Return the row to try first, which fits and offloads and shards as little as possible; None if none fits."""
         row = best(self.planned)
         return None if row is None else PlannedRow.of(row)
 
@@ -182,7 +182,7 @@ def find_machine(
     asked: MachineConfig, zero: ZeroConfig, *, gpus: int | None = None, nodes: int | None = None, on_gpus: bool = True
 ) -> Machine:
     """Return the machine to plan for. Values that ``asked`` does not give come from this machine. ``gpus``, ``nodes``:
-    those of the run, if known. ``on_gpus``: whether the run uses GPUs if there are any."""
+    the run's GPUs per node and its nodes, if known. ``on_gpus``: whether the run uses GPUs if there are any."""
     from lightning_zero.comm.share import Share, own_path
     from lightning_zero.device.cuda import gpu_count, gpu_nbytes
     from lightning_zero.tiers.limits import available_host_memory
@@ -290,8 +290,8 @@ def _machine_config(machine: str | Mapping[str, Any] | None) -> MachineConfig:
 
 
 def _built(module: nn.Module | Callable[[], nn.Module], precision: Precision) -> nn.Module:
-    """Return ``module``, or the module that it builds, after ``configure_model``. A module that is built or changed
-    here is on meta."""
+    """Return ``module``, or the module that it builds, after a call of ``configure_model``. A module that is built or
+    changed here is on meta."""
     if isinstance(module, nn.Module) and engine_of(module) is not None:
         raise ConfigError("plan_memory: expected a module that is not sharded, got one after a run. Pass a new module.")
     if isinstance(module, nn.Module) and not _configures(module):

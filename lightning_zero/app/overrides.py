@@ -268,9 +268,9 @@ def drop_values_of_ours(cfg: DictConfig) -> None:
 
 
 def _own(node: dict[Any, Any], path: str, given: Set[str], of_files: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the entries of ``node``, at the key ``path``, that the user has set, entries that link to such an entry,
-    and a part's ``_target_``. ``given``: keys set on the command line. ``of_files``: values set in files, by key. They
-    are restored, because an experiment of this package may have replaced them."""
+    """Return the entries of ``node``, whose key is ``path``, that the user has set or that link to a key which the user
+    has set, and the ``_target_`` of a part. ``given``: keys set on the command line. ``of_files``: values that files
+    set, by key; they replace values in ``node``, which an experiment of this package may have changed."""
     kept = {}
     for key, value in node.items():
         inner = f"{path}.{key}"

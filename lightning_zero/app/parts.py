@@ -79,7 +79,7 @@ def build(
     extra: dict[str, Any] | None = None,
     needs_extra: set[str] | frozenset[str] = frozenset(),
 ) -> Any:
-    """Call the ``_target_`` of ``node`` with its other keys. Return the result, or with ``_partial_`` a function.
+    """Call the ``_target_`` of ``node`` with its other keys, and return the result; with ``_partial_``, a function.
 
     Args:
         key: path of ``node`` in the configuration, for messages.
@@ -185,8 +185,8 @@ PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16
 
 
 def check_packages(config: TrainConfig, *groups: str) -> None:
-    """Raise ConfigError if a package that the configured ``groups`` (model, data) need is missing. Imports none of
-    them."""
+    """Raise ConfigError if a package that the configured ``groups`` (model, data) need is missing. The packages are not
+    imported."""
     nodes = [getattr(config, group) for group in groups]
     needed = [PACKAGES[node["_target_"]] for node in nodes if node.get("_target_") in PACKAGES]
     needed += ["transformers"] if "data" in groups and config.data.get("tokenizer") is not None else []
@@ -243,7 +243,7 @@ def build_optimizer(config: TrainConfig) -> Any:
 
 
 def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
-    """Build the LightningModule of the group ``model``, with the optimizer if it takes one."""
+    """Build the LightningModule of the group ``model``, and pass it the optimizer if it takes one."""
     optimizer = build_optimizer(config) if config.optimizer else None
     asked_for_optimizer = any(k == "optimizer" or k.startswith("optimizer.") for k in explicit)
     needed = {"optimizer"} if asked_for_optimizer else set()
@@ -255,8 +255,8 @@ def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
 
 
 def _build_part(group: str, node: dict[str, Any], explicit: set[str], **extra: Any) -> Any:
-    """Build ``node``. Arguments that its class does not take are dropped, unless the user gave them (``explicit``):
-    files of this package may set arguments that only other classes take."""
+    """Build ``node``. Arguments that its class does not take are dropped, unless the user gave them (``explicit``),
+    because files of this package may set arguments that only other classes take."""
     target = str(node.get("_target_"))
     if is_first() and not target.startswith("lightning_zero."):
         values = ", ".join(f"{key}={value!r}" for key, value in node.items() if key != "_target_")
@@ -292,9 +292,9 @@ def _log_in(key: str) -> None:
 def check_data(config: TrainConfig, data: LightningDataModule, world_size: int) -> None:
     """Check that the ranks of the run can share the data.
 
-    Raises ConfigError if ``zero.sequence_parallel`` or another size of a group of ranks does not divide the number of
-    ranks. With this package's data classes, also if ``sequence_parallel`` does not divide the sequence length, or if
-    the data of a fit is less than one batch per rank.
+    Raises ConfigError if the size of sequence, tensor or expert parallelism does not divide the number of ranks. For
+    data classes of this package, also raises it if ``sequence_parallel`` does not divide the sequence length, or if the
+    data of a fit is less than one batch per rank.
     """
     from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData

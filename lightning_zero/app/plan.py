@@ -138,7 +138,7 @@ def choice_document(choice: Choice | str) -> dict[str, Any]:
 
 
 def _show(what: str) -> None:
-    """If stderr is a terminal, print ``what``: the next action of the command, which takes seconds."""
+    """If stderr is a terminal, print ``what``, the name of the command's next action, which takes seconds."""
     if sys.stderr.isatty():
         print(f"{what} ...", file=sys.stderr, flush=True)
 

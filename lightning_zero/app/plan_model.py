@@ -61,7 +61,7 @@ def describe(
     """Return a description of the configured model, built on meta. Errors of the model's own code are not caught.
 
     Args:
-        explicit: keys given on the command line.
+        explicit: keys that the user has set, on the command line or in files.
         states: number of optimizer state tensors per parameter; ``None``: count them by a trial step.
         activations: measure the activations of one batch.
         both_ways: measure activations with and without checkpointing.
@@ -221,7 +221,7 @@ def with_activations(
 
 def batch_of(config: TrainConfig, explicit: set[str]) -> Any:
     """Return a batch to measure: zeros on meta for this package's data classes, otherwise the first batch of the data.
-    ``explicit``: keys that users gave."""
+    ``explicit``: keys that the user has set."""
     data = config.data
     if data.get("_target_") in OUR_DATA:
         return torch.zeros(data["batch_size"], data["block_size"] + 1, dtype=torch.int64, device="meta")

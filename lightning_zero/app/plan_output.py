@@ -143,7 +143,7 @@ def _table(
 
 def advice_lines(machine: Machine, rows: Sequence[Row], advices: Sequence[Advice]) -> list[str]:
     """Return a line for each stage and offload that does not fit, with the memory that it lacks and a remedy. The last
-    line says which to try first."""
+    line says which stage and offload to try first."""
     last = "Nothing fits: use more hosts or a smaller model."
     if (first := best(rows)) is not None:
         last = f"Try first: zero/stage={first.stage.value} zero/offload={first.offload.value}"

@@ -1,4 +1,4 @@
-"""The Hydra group ``cluster``: what a run requests from SLURM, for ``submit``, sweeps and jobs. Also job scripts."""
+"""The Hydra group ``cluster``, which says what a run requests from SLURM, and the scripts of SLURM jobs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class ClusterConfig:
 def seconds_of(time: str) -> int:
     """Return a time such as ``24:00:00`` or ``2-12:30`` in seconds. Raise ConfigError for any other form.
 
-    Plain numbers are refused: YAML reads an unquoted 24:00:00 as 86400, and SLURM would read that as minutes.
+    Plain numbers are refused, because YAML reads an unquoted 24:00:00 as 86400, which SLURM would take for minutes.
     """
     match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+):(\d+):(\d+))", time.strip())
     if match is None:
@@ -186,7 +186,7 @@ RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 def script(
     cluster: ClusterConfig, arguments: Sequence[str], *, folder: Path, run_dir: str | None = None, own: bool = False
 ) -> str:
-    """Return the text of an sbatch script that runs the main job or the user's own command.
+    """Return the text of an sbatch script that runs ``lightning_zero.train`` or the user's own command.
 
     Args:
         arguments: arguments of ``python -m lightning_zero.train``, or the words of the command.
@@ -286,7 +286,7 @@ def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
 
 
 def requeue_lines(cluster: ClusterConfig) -> str:
-    """Return shell lines that requeue the job if its time was up or it failed. The file ``outcome`` says which."""
+    """Return shell lines that requeue the job if it failed, or if its time was up according to the file ``outcome``."""
     lines = ["code=$?", 'outcome=$(cat "$run_dir/outcome" 2>/dev/null)', ""]
     lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$outcome" = {REQUEUE} ]; then']
     lines += ['    scontrol requeue "$SLURM_JOB_ID"']

@@ -76,7 +76,7 @@ REFUSALS = {
 
 
 def check_run(config: TrainConfig, explicit: set[str]) -> None:
-    """Raise ConfigError if the main job would raise one for this configuration. This machine may lack the job's
+    """Raise ConfigError if ``lightning_zero.train`` would raise one in the job. This machine need not have the job's
     devices."""
     check_packages(config, "model", "data")
     from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -131,7 +131,7 @@ def slurm_memory(mem: str | None) -> int | None:
 
 
 def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
-    """Return text about the memory that the run needs by the plan. Raise ConfigError if the run does not fit."""
+    """Return text about the memory that the plan predicts for the run. Raise ConfigError if the run does not fit."""
     from lightning_zero.app.plan_model import describe
 
     model = describe(config, train.explicit_keys()).model

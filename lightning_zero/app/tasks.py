@@ -74,7 +74,7 @@ def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
 
 
 class WritePredictions(BasePredictionWriter):
-    """Writes each rank's predictions to ``rank-<rank>.pt``: pairs (indices of items, output of ``predict_step``)."""
+    """Writes each rank's predictions to ``rank-<rank>.pt``, as pairs (indices of items, output of ``predict_step``)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("epoch")
@@ -141,7 +141,7 @@ class LogSettings(Callback):
 
 
 def plain(value: Any) -> Any:
-    """Return ``value``, a configuration, for loggers: enum members are replaced by their names."""
+    """Return the configuration ``value`` as loggers take it, with enum members replaced by their names."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping):
@@ -179,7 +179,7 @@ def reported(config: TrainConfig, trainer: Trainer, arguments: list[str]) -> Ite
 def _report(
     config: TrainConfig, trainer: Trainer, arguments: list[str], metrics: dict[str, float], status: str, begun: float
 ) -> None:
-    """Print the last lines of a run, and write its results to the run folder. A fit gets a plot and a page too."""
+    """Print the last lines of a run, and write its results to the run folder. After a fit, also write plot and page."""
     folder, finished = Path(config.run_dir), status == "finished"
     checkpoint, best = _checkpoints(trainer, folder, begun) if config.task is Task.fit else (config.ckpt_path, None)
     if config.task is Task.fit and finished:

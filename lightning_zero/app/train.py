@@ -1,7 +1,7 @@
 """The main job: ``python -m lightning_zero.train [group=file] [key=value]``.
 
-Everything is checked and built before Lightning starts other processes, so that a single process reports a mistake, by
-a sentence and exit code 2. Errors in training keep their traceback.
+Everything is checked and built before Lightning starts other processes, so that a single process reports a mistake,
+with a sentence and exit code 2. Errors in training keep their traceback.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def number_of_nodes(trainer: Mapping[str, Any]) -> int:
 
 
 def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
-    """Return the Trainer, with ZeroStrategy. ``plugins``: SLURM's if None. Raise ConfigError for a refused setting."""
+    """Build a Trainer with ZeroStrategy. ``plugins``: None for those of SLURM. Raise ConfigError for a bad setting."""
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
@@ -132,7 +132,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
 
 
 def check_launch(trainer: Trainer) -> None:
-    """Raise ConfigError for a Hydra sweep whose jobs start processes: each process would run the whole sweep again."""
+    """Raise ConfigError for a Hydra sweep whose jobs start processes, each of which would run the whole sweep again."""
     launcher = trainer.strategy.launcher
     environment = getattr(trainer.strategy, "cluster_environment", None)
     external = environment is not None and environment.creates_processes_externally
@@ -261,7 +261,7 @@ def run(config: TrainConfig) -> float | None:
 
 
 def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
-    """Give ``run_plan`` the number of optimizer state tensors (for ``auto``) and activations (for the final table)."""
+    """Set ``run_plan.optimizer_states``, a number for ``auto``, and ``activations``, a function for the last table."""
     from lightning_zero.app.plan_model import describe, optimizer_states
 
     strategy: Any = trainer.strategy
@@ -341,7 +341,7 @@ def refusals() -> Iterator[None]:
 
 
 def said_in_a_sentence(error: Exception) -> bool:
-    """If ``error`` is about a disk or another rank, print it without a traceback and return True, else return False."""
+    """If ``error`` is about a disk, another rank or a failed save, print its message only. Return whether it is."""
     from lightning_zero.ranks.verdict import PeerError
     from lightning_zero.trainer.interruptions import failed_on_all_ranks
 

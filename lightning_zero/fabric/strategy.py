@@ -97,9 +97,9 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
     def _forget_left_out(self, engines: Sequence[Engine]) -> None:
         """Before a backward, update ``overflowed`` for optimizers that did not step after unscaling. Collective.
 
-        Finite gradients say nothing about the next backward, so their entries are removed. If gradients overflowed and
-        are still there, the next step must be skipped. If users have cleared them, the scale is lowered as after a
-        skipped step.
+        Entries for finite gradients are removed, because they say nothing about the next backward. If gradients have
+        overflowed and were not cleared, their entry stays, so that the next step is skipped. If users have cleared
+        them, the entry is removed, and the scale is lowered as after a skipped step.
         """
         assert self.scaler is not None
         self.overflowed = {optimizer: True for optimizer, overflowed in self.overflowed.items() if overflowed}
@@ -141,7 +141,7 @@ class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
 
 
 class ZeroModule(nn.Module):
-    """Wraps the user's ``module``, which is sharded in place. Fabric also calls marked forward methods through it."""
+    """Wraps the user's ``module``, which is sharded in place. Fabric calls methods marked as forward through it too."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
 
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create the body's modules on the host, or with ``empty_init`` on meta: the device may be too small."""
+        """Create the body's modules on the host, or on meta if ``empty_init``, because the device may be too small."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision.module_init_context():
             yield
@@ -319,7 +319,7 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
         )
 
     def engine_of_optimizer(self, optimizer: Optimizer) -> Engine:
-        """Return the engine of the optimizer's parameters. Raise ConfigError if they belong to none or to several."""
+        """Return the engine of the optimizer's parameters. Raise ConfigError if they have no engine or several."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         found = {engine for param in params for engine in engines() if engine.units.owns(param)}
         if len(found) != 1:
@@ -412,8 +412,8 @@ class ZeroFabricStrategy(CheckpointFiles, fabric.strategies.ParallelStrategy):
         """Save the modules, optimizers and other objects in ``state``. Raise on all ranks if writing fails. Collective.
 
         Args:
-            filter: maps keys of ``state`` to functions. On rank 0 each gets an entry's name and value, and returns
-                whether to save it. If a folder is saved, the value has only a shape and a dtype.
+            filter: maps keys of ``state`` to functions, which rank 0 calls with the name and value of each part of the
+                entry. They return whether to save the part. For a folder, values have only a shape and a dtype.
         """
         path, filter, without_frozen = self.broadcast(path), filter or {}, self.config.checkpoint.exclude_frozen
         folder = self.config.checkpoint.name is CheckpointFormat.sharded

@@ -52,8 +52,8 @@ class Activations:
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
     """Activations at two micro-batch sizes, interpolated for other sizes. Interpolation is exact if bytes grow linearly
-    with the size. They do not if the loss compares samples (contrastive losses). ``measure(size)`` measures activations
-    at another size, which is slow, and returns None if the model refuses the size."""
+    with the size. With losses that compare samples (contrastive losses) bytes grow faster. ``measure(size)`` measures
+    activations at another size, which is slow, and returns None if the model refuses the size."""
 
     sizes: tuple[int, int]  # samples; both equal where the model accepts one size only
     measured: tuple[Activations, Activations]
@@ -88,8 +88,8 @@ def peaks_with(
     *,
     state_tensors: States = ADAM_STATES,
 ) -> dict[Phase, Bytes]:
-    """Return the peak bytes of ``rank`` in each phase, as :func:`memory.peak_bytes` does, with the bytes of
-    ``activations`` added. If ``activations`` is None, they do not count."""
+    """Return the peak bytes of ``rank`` in each phase, like :func:`memory.peak_bytes`, and include the bytes of
+    ``activations`` unless ``activations`` is None."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
     if activations is None:
         return bounds

@@ -51,7 +51,7 @@ class ParamsRest(Enum):
 
 
 class Itemsizes(NamedTuple):
-    """Bytes per element of each role. Compute and master have one dtype if their sizes are equal."""
+    """Bytes per element of each role. Compute and master parameters of equal size have the same dtype."""
 
     compute: int
     master: int
@@ -200,7 +200,7 @@ class BucketPlan:
         return self.layout.shard_range(rank) if self.shards_master else (0, self.layout.numel)
 
     def state_numel(self, rank: int) -> int:
-        """Return how many elements have optimizer state on ``rank``: those of its masters, without final padding."""
+        """Return how many elements have optimizer state on ``rank``: its masters without the bucket's final padding."""
         low, high = self.owned_range(rank)
         return max(0, min(high, self.layout.used_numel) - low)
 
@@ -220,7 +220,7 @@ class BucketPlan:
         return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     def reduces_apart(self, micro_batches: int) -> bool:
-        """Return whether gradients are reduced in another buffer than the one that accumulates micro-batches."""
+        """Return whether gradients are reduced in a buffer other than that in which micro-batches accumulate."""
         waits = micro_batches > 1 and self.accumulates_locally
         return not (waits and self.wire_itemsize(micro_batches) == self.itemsizes.grad)
 

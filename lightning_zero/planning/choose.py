@@ -1,4 +1,4 @@
-"""Choose a stage and an offload setting for ``auto``: the fastest pair that fits. Deterministic.
+"""Choose a stage and an offload setting for ``auto``: the fastest pair that fits. The choice is deterministic.
 
 A share :data:`KEPT_FREE` of each memory stays free for what plans do not count: a GPU's context, the allocator's
 rounding, the system.
@@ -55,8 +55,8 @@ def with_reserve(machine: Machine, *, activations_known: bool = True) -> Machine
 
 
 def choose_row(model: Model, machine: Machine, candidates: Candidates, rates: Rates) -> Choice:
-    """Return the fastest of ``candidates`` (stages with offload settings) that fits; of equally fast ones the one that
-    sends least, then offloads least, then shards least. Raises ConfigError if none fits."""
+    """Return the fastest of ``candidates`` (stages with offload settings) that fits. Of equally fast candidates, return
+    the one that sends least, then offloads least, then shards least. Raises ConfigError if none fits."""
     usable = with_reserve(machine, activations_known=model.activations is not None)
     rows = [plan_row(model, stage, offload, usable, settings, rates) for stage, offload, settings in candidates]
     fitting = [row for row in rows if row.fits]

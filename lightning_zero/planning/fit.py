@@ -118,8 +118,8 @@ class Advice:
 def plan_row(
     model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig, rates: Rates | None = None
 ) -> Row:
-    """Plan the memory of a stage and offload setting and, given ``rates``, the time. ``settings``: budgets of
-    ``auto``."""
+    """Plan the memory of a run with one stage and offload setting and, if ``rates`` are given, the time of a step.
+    ``settings``: the budgets of ``auto``."""
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
@@ -159,8 +159,8 @@ def _states(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> St
 
 
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
-    """Return a rank's bytes after a run that gathers the module (else empty), and the bytes that its host then
-    lacks."""
+    """Return a rank's bytes after a run that gathers the module, and the bytes that its host then lacks. Both are empty
+    or 0 if ``gather_after_fit`` is False."""
     if model.gather_after_fit is False or not buckets:
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # the shards are spread over several hosts
@@ -220,7 +220,7 @@ def _shortages(
 
 
 def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, rows: Sequence[Row]) -> Advice:
-    """Find how many GPUs ``row`` needs, by doubling hosts, and the offload in ``rows`` that fits at the same stage."""
+    """Find how many GPUs ``row`` needs, by doubling hosts, and the first offload in ``rows`` that fits at its stage."""
     gpus = None
     bigger = machine
     for _ in range(MOST_DOUBLINGS):
@@ -233,7 +233,7 @@ def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, ro
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Return the row that fits and offloads least; of several, the one with the lowest stage; None if no row fits."""
+    """Return the row that fits and offloads least, and of several such rows the lowest stage's; None if no row fits."""
     fitting = [row for row in rows if row.fits]
     nearness = list(Offload)
     return min(fitting, key=lambda r: (nearness.index(r.offload), r.stage.value), default=None)

@@ -50,8 +50,8 @@ class Fragment:
     stop: int  # end, from the shard's start, with the part of the gap behind the parameter that is in the shard
 
     def within(self, keep: slice) -> tuple[int, int, int] | None:
-        """Intersect this fragment with the range ``keep`` of the shard. Return the first common element, from the
-        parameter's start, and the common range, from the fragment's start; None if there is none."""
+        """Intersect this fragment with the range ``keep`` of the shard. Return the first common element, counted from
+        the parameter's start, and both ends of the common range, counted from the fragment's start; None if empty."""
         low, high = max(self.start, keep.start) - self.start, min(self.start + self.numel, keep.stop) - self.start
         return (self.offset + low, low, high) if low < high else None
 
@@ -140,7 +140,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(fragments: Sequence[Fragment], keys: Sequence[object]) -> list[tuple[object, Run]]:
-    """Join adjacent fragments with equal ``keys`` into runs; leave out those with key None. Return (key, run) pairs."""
+    """Join adjacent fragments with equal ``keys`` into runs. Return (key, run) pairs, without fragments of key None."""
     runs: list[tuple[object, Run]] = []
     previous: object = None
     for fragment, key in zip(fragments, keys, strict=True):

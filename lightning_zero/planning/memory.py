@@ -66,7 +66,7 @@ _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBY
 
 @dataclass(frozen=True, slots=True)
 class StateOfRank:
-    """Bytes of a rank's optimizer state if an optimizer steps whole tensors. Only a tensor's owner has its state."""
+    """Bytes of a rank's optimizer state if an optimizer steps whole tensors, whose state is only on their owners."""
 
     tensors: tuple[tuple[int, ...], ...]  # bytes of each tensor of state, by bucket
     step: int = 0  # bytes on the device beside the shards during the step, from owners.step_peak
@@ -96,7 +96,7 @@ def planned_bytes(
     state_tensors: States = ADAM_STATES,
     moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Sum the bytes that ``rank`` keeps allocated, by role and tier. Rank 0 has the most state: padding is at the end.
+    """Sum the bytes that ``rank`` keeps allocated, by role and tier. Rank 0, with least padding, has the most state.
 
     Args:
         state_tensors: how many element-wise state tensors a parameter has, or the state of ``rank``.
@@ -163,7 +163,7 @@ class Limits:
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
     """Compute the peak bytes of gathered units in forward and backward, for units called in order. ``nbytes``: gathered
-    bytes of each unit that is dropped after use, the root first. The root stays gathered."""
+    bytes of each unit, the root first, without buckets that do not reshard. The root stays gathered during a pass."""
     peaks = [nbytes[0] if nbytes else 0] * 2
     for _, backward, held in gathered_along(nbytes, limits):
         peaks[backward] = max(peaks[backward], held)
@@ -315,7 +315,7 @@ def read_nbytes(bucket: BucketPlan) -> int:
 
 def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
     """Return whether ``rest``, the bytes of each of a host's ``local_ranks`` ranks, fills at most half of the memory of
-    a GPU and of the host. ``gpu``, ``host``: their bytes; 0 if there is no GPU."""
+    a GPU and of the host. ``gpu``, ``host``: the bytes of these memories; ``gpu`` is 0 if there is no GPU."""
     on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
     if not gpu:
         return (on_device + on_host) * local_ranks <= host // 2

@@ -34,7 +34,7 @@ def matrix_work(shape: Sequence[int]) -> int:
 
 
 def split_messages(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
-    """Divide tensors among messages. Return each as a list of tensor indices. A message has the tensors of adjacent
+    """Divide tensors among messages. Return each message as a list of tensor indices. It has the tensors of adjacent
     units, up to ``limit`` bytes, or of one larger unit. ``nbytes``, ``units``: each tensor's bytes and unit."""
     messages: list[list[int]] = []
     room = 0
@@ -50,8 +50,8 @@ def split_messages(nbytes: Sequence[int], units: Sequence[int], limit: int) -> l
 
 
 def choose_owners(costs: Sequence[int], ranks: int, kept: Sequence[int | None]) -> list[int]:
-    """Return each tensor's owner: the least loaded rank, chosen for the most expensive tensor first (LPT; Graham 1969),
-    within 4/3 of the optimum. ``kept``: the rank that stays the owner because it has the state, or ``None``."""
+    """Return each tensor's owner: the least loaded rank, chosen for the most expensive tensor first. The largest load
+    is at most 4/3 of the optimum (LPT; Graham 1969). ``kept``: each tensor's owner if it has the state, or None."""
     owners = [0 if owner is None else owner for owner in kept]
     total = [0] * ranks
     for cost, owner in zip(costs, kept, strict=True):
@@ -102,7 +102,7 @@ class Route:
 
 
 def find_route(transfers: Sequence[Transfer], layouts: Sequence[BucketLayout], rank: int) -> Route:
-    """Plan what ``rank`` sends and receives for the ``transfers`` of one message. ``layouts``: those of all buckets."""
+    """Plan what ``rank`` sends and receives for the ``transfers`` of one message. ``layouts``: of all buckets."""
     ranks = layouts[transfers[0].bucket].world_size if transfers else 1
     others = [other for other in range(ranks) if other != rank]
     own, own_sizes, own_back = _lay_out(transfers, layouts, [(other, rank, other) for other in others], ranks)

@@ -94,7 +94,7 @@ class Work:
 
 
 def work_of(buckets: Iterable[BucketPlan], flops: float, *, micro_batches: int = 1) -> Work:
-    """Return a rank's work in one step, without the network's. ``flops``: of all forwards and backwards of the step."""
+    """Return a rank's work in one step, except on the network. ``flops``: of the step's forwards and backwards."""
     work = Work(compute=flops)
     for bucket in buckets:
         if not bucket.trainable:

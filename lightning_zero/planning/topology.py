@@ -30,7 +30,7 @@ EXCHANGE_MAX_RANKS = 64  # with more ranks the messages of an all-to-all would b
 
 
 class Topology(NamedTuple):
-    """The groups of ranks that share shards, keep gathered units, or sum gradients first. Equal on all ranks."""
+    """The groups of ranks that share shards, keep gathered units, or sum gradients on a node. Equal on all ranks."""
 
     shard_groups: tuple[tuple[int, ...], ...]  # ranks that share shards, in shard order
     node_groups: tuple[tuple[int, ...], ...] = ()  # empty: units are not kept
@@ -57,7 +57,7 @@ class Group:
 
 
 class Ranks(NamedTuple):
-    """This rank's index in each group of ranks, and the divisor of gradient sums. All other code reads these values."""
+    """This rank's index in each group of ranks, and the divisor of gradient sums. Other code only reads the values."""
 
     rank: int
     world_size: int
@@ -114,8 +114,8 @@ def flat(world_size: int) -> Topology:
 
 
 def by_part(all_ranks: Topology, parts: int) -> Topology:
-    """Return the topology of parameters split into ``parts`` parts, one on each of ``parts`` adjacent ranks: every
-    ``parts``-th rank has the same part, and these ranks share its shards. ``all_ranks``: the flat topology."""
+    """Return the topology of parameters that are split into ``parts`` parts, one on each of ``parts`` adjacent ranks.
+    Every ``parts``-th rank has the same part, and these ranks share its shards. ``all_ranks``: the flat topology."""
     (ranks,) = all_ranks.shard_groups
     sum_groups = [group[part::parts] for part in range(parts) for group in all_ranks.sum_groups]
     return Topology(tuple(ranks[part::parts] for part in range(parts)), apart=True, sum_groups=_levels(sum_groups))
@@ -127,7 +127,7 @@ def over_nodes(names: Sequence[str], hybrid: HybridShard = HybridShard.flat, *, 
 
     Args:
         names: the node of each rank.
-        exchanges: an all-to-all reduces gradients, first among a node's ranks if several nodes share shards.
+        exchanges: whether an all-to-all reduces gradients. If several nodes share shards, each node's ranks sum first.
     """
     nodes = tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names))
     if hybrid is not HybridShard.flat and not is_even(names):
@@ -168,9 +168,9 @@ def is_even(names: Sequence[str]) -> bool:
 
 
 def rounds_of(rank: int, world_size: int) -> list[list[int]]:
-    """Return groups that contain ``rank``. All-reduces in them, one after another, equal one all-reduce over all ranks.
-    Written with the groups' sizes as bases of the digits, the ranks of a group differ in one digit. A ring all-reduce
-    of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5."""
+    """Return groups that contain ``rank``. All-reduces in these groups, one after another, equal one all-reduce over
+    all ranks. In the mixed radix whose bases are the groups' sizes, the ranks of a group differ in one digit. A ring
+    all-reduce of 1,024 ranks takes 2,046 successive hops; five exchanges among four ranks each take 5."""
     found, stride = list[list[int]](), 1
     while stride < world_size:
         left = world_size // stride

@@ -17,10 +17,11 @@ LEAST_NBYTES = MIB
 
 
 def choose_units(module: nn.Module, config: UnitConfig) -> list[str]:
-    """Return the names of the modules that become units, in the order of ``named_modules``, without the root: modules
-    of ``config.classes``, else of ``_no_split_modules`` (Hugging Face), else repeated blocks of ModuleList and
-    Sequential. Without ``classes``, blocks above ``max_bytes`` are divided. If repeated blocks hold less than half of
-    the model, the rest is divided by size (:data:`SHARE`). Raises ConfigError if the model lacks one of ``classes``."""
+    """Return the names of the modules that become units, in the order of ``named_modules``, without the root. They are
+    modules of the classes ``config.classes``, else of ``_no_split_modules`` (Hugging Face), else repeated blocks of
+    ModuleList and Sequential. Without ``classes``, blocks above ``max_bytes`` are divided. If repeated blocks hold less
+    than half of the model, the rest is divided by size (:data:`SHARE`). Raises ConfigError if the model lacks a class
+    of ``config.classes``."""
     if config.classes:
         names = _by_class(module, config.classes, required=True)
     else:
@@ -122,7 +123,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def owner_of(users: Iterable[str], units: Iterable[str]) -> str:
-    """Return the innermost unit that contains all modules ``users`` of a parameter; "" (the root) if no unit does."""
+    """Return the innermost unit that contains all modules in ``users``, which share a parameter; "" for the root."""
     split = [name.split(".") if name else [] for name in users]
     common = split[0]
     for parts in split[1:]:

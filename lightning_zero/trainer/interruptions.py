@@ -173,8 +173,8 @@ class Interruptions:
         the loops keep these counts.
 
         Lightning saves before it counts the last step for loggers, and adds this step when it loads, so loops count one
-        step less in the body. They also count one more batch as fetched, by which Lightning knows when it loads that
-        earlier validations are done.
+        step less in the body. They also count one more batch as fetched. From this Lightning concludes, when it loads
+        the checkpoint, that earlier validations are done.
         """
         loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
         loop.batch_progress.increment_ready()
@@ -244,7 +244,7 @@ class Interruptions:
 def repair_counts(trainer: pl.Trainer) -> None:
     """Repair counts when a run resumes: subtract a batch that was fetched but never trained from the number of batches
     that ``val_check_interval`` uses, and let GradientAccumulationScheduler set ``accumulate_grad_batches`` for the
-    current epoch. (Lightning does this only when an epoch begins.)"""
+    current epoch. (Lightning lets it do so only when an epoch begins.)"""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
             callback.on_train_epoch_start(trainer)
@@ -318,7 +318,7 @@ class NotFinite:
             self._coming.append((finding * matters, is_norm, *self._streams.to_host(number.detach())))
 
     def _take(self) -> None:
-        """Check numbers whose copies have reached the host. Keep the newest norm and the first non-finite number."""
+        """Check numbers that have reached the host. Keep the newest norm, and step and rank of the first NaN or inf."""
         while self._coming and ((event := self._coming[0][3]) is None or self._streams.accelerator.is_over(event)):
             finding, is_norm, number, _ = self._coming.pop(0)
             if is_norm:
@@ -340,7 +340,7 @@ class NotFinite:
         return self._norm
 
     def say(self, finding: int) -> None:
-        """Warn once per run of the step and rank in ``finding``, the largest :attr:`found` of all ranks (0: none)."""
+        """Warn once per run, naming step and rank of ``finding``, the largest :attr:`found` of all ranks (0: none)."""
         if not finding or self._said:
             return
         self._said, self._found = True, 0

@@ -139,7 +139,7 @@ class ForkLauncher(Forking, ForkingLauncher):
 
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
         """Return rank 0's results; None on other ranks. After a fit, also write the whole model's weights to a file,
-        which the results name. Collective."""
+        whose path is in the results. Collective."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
         first = self._strategy.local_rank == 0
@@ -219,7 +219,7 @@ def _check_checkpoint(trainer: pl.Trainer, function: Callable[..., Any], args: A
 
 def _with_last(trainer: pl.Trainer, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return ``args`` and ``kwargs`` for ``function``. If a ModelCheckpoint saves to an object store, replace
-    ``ckpt_path="last"`` by the last checkpoint's address: Lightning would find none there, and begin a new run."""
+    ``ckpt_path="last"`` by the last checkpoint's URL, because Lightning would find none and begin a new run."""
     given = inspect.signature(function).bind(*args, **kwargs)
     if given.arguments.get("ckpt_path") == "last":
         saves = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

@@ -17,7 +17,7 @@ from lightning_zero.trainer.saves.range_saves import SavesByRanges
 
 
 def _numbers(loop: Any) -> RandomNumbers | None:
-    """Return the RandomNumbers that watch the loop's fit, or None if no fit is running under ZeroStrategy."""
+    """Return the RandomNumbers object that watches the loop's fit; None if no fit is running under ZeroStrategy."""
     numbers: RandomNumbers | None = getattr(loop.trainer.strategy, "_random_numbers", None)
     return numbers if numbers is not None and numbers.watches else None
 

@@ -63,7 +63,7 @@ class PrecisionRow:
     def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
         """Return a plugin of this class with the settings of Lightning's ``plugin``. Raise ConfigError if its precision
         is not supported, or differs from ``asked``, the precision set on the strategy (None: not set). ``asked`` may
-        replace ``32-true``: Lightning does not tell whether the user gave this value, or it is the default."""
+        replace ``32-true``, because Lightning does not tell whether the user gave this value or it is the default."""
         if asked is not None and type(plugin).__name__ == "Precision":
             return cls(asked.value)
         ours = plugin
@@ -161,8 +161,7 @@ class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run the backward of the loss ``tensor``, and reduce all gradients before ``on_after_backward``.
-        Collective."""
+        """Run the loss's backward, and reduce all gradients before ``on_after_backward``. Collective."""
         engine = self.strategy.engine
         if self.scaler is not None:
             engine.passes.reducer.set_loss_scale(self.scaler.scale)

@@ -53,8 +53,8 @@ _START_METHODS = ("popen", "fork")
 
 
 class Processes:
-    """Base class of the Trainer's and Fabric's strategies: starts, connects and ends processes. ``run_plan``: a
-    :class:`RunPlan`, facts about the run from the program that starts it."""
+    """Base class of the Trainer's and Fabric's strategies: starts, connects and ends processes. ``run_plan``: facts
+    about the run, given by the program that starts it."""
 
     config: ZeroConfig
     _given_config: ZeroConfig | None  # the argument ``config``
@@ -204,8 +204,8 @@ class Processes:
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
 
     def _join(self) -> None:
-        """Create the default process group of all ranks, without binding it to a device: with a bound group NCCL would
-        at once allocate up to a gigabyte for a communicator that is not used. Collective."""
+        """Create the default process group of all ranks. Do not bind it to a device, because for a bound group NCCL
+        would at once allocate up to a gigabyte for a communicator that is not used. Collective."""
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
@@ -404,11 +404,10 @@ def _in_pod(environ: Mapping[str, str]) -> bool:
 
 
 def own_environment() -> ClusterEnvironment | None:
-    """If mpirun has started this process and Lightning does not detect this, set torchrun's variables and return
-    torchrun's environment; otherwise return ``None``. In a pod of Kubeflow's PyTorchJob set ``NODE_RANK``. Lightning
-    detects mpirun only if mpi4py is installed, and a PyTorchJob only by a plugin; without the variables every process
-    would act as rank 0 and start further processes. Raises ConfigError if this process's rank or the address of rank 0
-    is unknown."""
+    """If mpirun has started this process and Lightning does not detect this (it needs mpi4py to do so), set torchrun's
+    variables and return torchrun's environment. Otherwise return ``None``, and in a pod of Kubeflow's PyTorchJob, which
+    Lightning detects only by a plugin, set ``NODE_RANK``. Without these variables every process would act as rank 0 and
+    start further processes. Raises ConfigError if this process's rank or the address of rank 0 is unknown."""
     place = launched()
     if _in_pod(os.environ):
         os.environ.setdefault("NODE_RANK", os.environ["RANK"])

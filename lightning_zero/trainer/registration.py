@@ -43,7 +43,7 @@ def register_presets() -> None:
 
 
 def _fill(module: ModuleType) -> None:
-    """Register the presets that are not yet in the registry of Lightning's ``module``, or let it load folders."""
+    """Register missing presets in the registry of Lightning's ``module`` or, if it has none, let it load folders."""
     if module.__name__ in _LOADERS:
         module.pl_load = partial(_load, module.pl_load)  # type: ignore[attr-defined]
         return
@@ -57,8 +57,8 @@ def _fill(module: ModuleType) -> None:
 
 
 class _Name(str):
-    """A preset's name in a registry. Before Lightning refuses an unknown strategy name, it compares this name with all
-    registered names; during this comparison the most similar preset warns that the user may have meant it."""
+    """A preset's name in a registry. Before Lightning refuses an unknown strategy name, it compares the unknown name
+    with all registered names. In this comparison the most similar preset warns that the user may have meant it."""
 
     registry: Container[str] = ()
 

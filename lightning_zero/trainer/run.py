@@ -74,7 +74,7 @@ class Run(CheckpointFiles, pl.strategies.ParallelStrategy):
 
     @property
     def _shows_tables(self) -> bool:
-        """Return whether this process prints tables: rank 0 of a Trainer that has a ModelSummary callback."""
+        """Return whether this process prints tables, as rank 0 does if the Trainer has a ModelSummary callback."""
         callbacks = getattr(self._trainer_of_run, "callbacks", [])
         return self.is_global_zero and any(isinstance(c, pl.callbacks.ModelSummary) for c in callbacks)
 

@@ -162,7 +162,7 @@ class SequenceCheck:
         return found
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of the trial step. ``loss`` is that of whole sequences, also on parts. Collective."""
+        """Run the backward of the trial step. ``loss`` is always the loss over whole sequences. Collective."""
         assert self.found is not None
         self.found.losses.append(float(loss.detach()))
         scaler = self._module.trainer.precision_plugin.scaler

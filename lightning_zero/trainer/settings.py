@@ -24,7 +24,7 @@ class RunPlan:
     """Facts about a run, given to the strategy by the program that starts the run, such as ``lightning_zero.train``.
 
     Attributes:
-        settings: the run's settings besides those of the strategy. Ranks compare them at the start: all must be equal.
+        settings: the run's settings besides those of the strategy. At the start they must be equal on all ranks.
         resumes_job: whether an earlier start of this job wrote the checkpoint to load. Such a checkpoint is verified
             unless ``zero.checkpoint.verify`` is false.
         folder: the folder for saves on signals and periodic saves; None: the Trainer's ``default_root_dir``.
@@ -44,7 +44,7 @@ class RunPlan:
 
 
 def settings_of(config: ZeroConfig | None, **settings: Any) -> ZeroConfig:
-    """Return ``config`` with changes by ``settings``, a strategy's keywords. Raise ConfigError for bad settings."""
+    """Return ``config`` with the fields in ``settings`` replaced. Raise ConfigError if a value is wrong."""
     # torch 2.13 warns on every rank about Lightning's own code, which users cannot change.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     config = make_config(config, **settings)

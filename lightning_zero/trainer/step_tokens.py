@@ -26,7 +26,7 @@ UNIT = 1024.0
 
 
 class StepTokens:
-    """Counts the tokens of a step, and divides its gradients by their number.
+    """Counts the tokens of a step, and divides the step's gradients by the number of tokens.
 
     Attributes:
         of_next_backward: number of tokens of the loss whose backward runs next, 0-d; None: not counted yet.

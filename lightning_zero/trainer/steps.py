@@ -1,4 +1,4 @@
-"""Run the Trainer's steps. Settings divide sequences among ranks, average losses over tokens, or add fingerprints."""
+"""Run the Trainer's steps. If set, divide sequences among ranks, average losses over tokens, write fingerprints."""
 
 from __future__ import annotations
 
@@ -264,8 +264,8 @@ class SharedBatches:
         """Raise ConfigError on all ranks if a parameter that is not split has different gradients on ranks that share a
         batch, because then each rank has only a part of the sum. Collective.
 
-        A parameter is compared until its gradient is not zero (behind a layer initialized to zero it is zero), and
-        again in backwards 2, 4, 8, ... Gradients must agree to half the digits of their dtype."""
+        A parameter is compared in each backward until its gradient is nonzero (it is zero behind a layer initialized
+        to zero), and again in backwards 2, 4, 8, ... Gradients must agree to half the digits of their dtype."""
         own, self._sums = {name: total.tolist() for name, total in self._sums.items()}, {}
         found = self.group.gather_objects((own, self._rounding), f"first gradients ({KEY})")
         rounding = max(eps for _, eps in found)
@@ -322,8 +322,8 @@ def fingerprints(engine: Engine) -> Tensor:
 
 @outside_autograd
 def differing_replicas(engine: Engine) -> Tensor:
-    """Return whether ranks have different copies of a unit's whole parameters: ``[units] bool``, on the device.
-    Collective."""
+    """Return for each unit whether ranks' copies of its replicated parameters differ, as ``[units] bool`` on the
+    device. Collective."""
     groups = engine.comm.ranks.tensor, engine.comm.ranks.expert
     place = {1: 0} | {group.size: group.index for group in groups}
     sizes = sorted(place)  # numbers of parts

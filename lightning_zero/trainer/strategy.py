@@ -215,15 +215,15 @@ class ZeroStrategy(Run):
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:  # type: ignore[override]
-        """Check and store the run's module. The Trainer sets it before it starts processes."""
+        """Check and store the run's module. The Trainer sets this attribute before it starts processes."""
         if module is not None and module is not self._module:
             with names_arguments(self._given_config):
                 self._check_before_start(module)
         self._module = module
 
     def _check_before_start(self, model: pl.LightningModule) -> None:
-        """Raise ConfigError before processes start if the C++ compiler that ``model`` needs is missing, or if this host
-        lacks memory for the whole model after the fit."""
+        """Raise ConfigError before processes start if ``model`` is scripted, if the C++ compiler that it needs is
+        missing, or if this host lacks memory for the whole model after the fit."""
         refuse_scripted(model)
         if needs_compiler(model):
             find_compiler("torch.compile", "compile with another backend")
@@ -248,7 +248,7 @@ class ZeroStrategy(Run):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create the body's tensors on the host, or with ``empty_init`` on meta: the device may be too small."""
+        """Create the body's tensors on the host, or on meta if ``empty_init``, because the device may be too small."""
         place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
@@ -305,7 +305,7 @@ class ZeroStrategy(Run):
         return self._layer_sync.apply(model)
 
     def model_to_device(self) -> None:
-        """Do nothing: the engine moves buckets and buffers itself."""
+        """Do nothing, because the engine moves buckets and buffers."""
 
     def _setup_model(self, model: Module) -> Module:
         """Shard ``model`` and return it; keep its engine if parameters, settings and device are unchanged.

@@ -2,7 +2,7 @@
 
 A training epoch ends on all ranks after the last batch that all ranks have or, with ``zero.uneven=join``, after the
 last batch that any rank has. An evaluation continues until no rank has batches left. At stages that reshard, a rank
-takes part in other ranks' steps, without running the module, if it has no batch or its next one is of a later loader.
+takes part in other ranks' steps, without running the module, if its next batch is of a later loader or it has none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EndsTogether(PrefetchDataFetcher):
             self.look_ahead()
 
     def look_ahead(self) -> None:
-        """From now on fetch each batch one call earlier, so that a rank knows when it returns its last batch."""
+        """From now on fetch each batch one call earlier, to know when returning a batch whether it is the last one."""
         self.ahead = True
         if self.length is not None:
             self.limit, self.length = self.length, None
@@ -79,7 +79,7 @@ class EndsTogether(PrefetchDataFetcher):
         return self.states if self.batches else self.combined_loader._state_dicts()
 
     def agree(self) -> None:
-        """End the epoch if any rank has no more batches. Warn once if other ranks have some. Collective."""
+        """End the epoch if any rank has no batches left. Warn, once, if other ranks have batches left. Collective."""
         if self.most is not None:
             return
         out, more = self.strategy.engine.comm.max_(torch.tensor([self.done, not self.done], dtype=torch.int64)).tolist()

@@ -106,7 +106,7 @@ class ShardedAverage(AveragedModel):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Return the averages as full tensors, with values on rank 0 only. If checkpoints are folders, return each
-        rank's own parts instead; if all ranks write ranges of the file, tensors without values. Collective."""
+        rank's own parts instead; if all ranks write ranges of one file, return tensors without values. Collective."""
         settings = self.engine.config.checkpoint
         save = self._strategy._checkpoints.range_save
         if settings.name is CheckpointFormat.sharded:
@@ -126,7 +126,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def follow(self, number: int, move: Move) -> None:
-        """Move the average of the bucket at index ``number`` to the range and tier that a restage gives its masters."""
+        """Move the average of bucket ``number`` to the range and tier to which a restage moves the bucket's masters."""
         average = self.module.get_parameter(str(number))
         device = average.device
         if self._beside_masters:
@@ -257,7 +257,7 @@ class NoAverageYet:
 
 class AveragesShards(WeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Under ZeroStrategy do not copy the module: :func:`average_shards` makes an average of shards later."""
+        """Under ZeroStrategy do not copy the module, because :func:`average_shards` will make an average of shards."""
         if not is_ours(trainer):
             super().setup(trainer, pl_module, stage)
         elif stage == "fit":
@@ -309,7 +309,7 @@ class AveragesShards(WeightAveraging):
 
 class AveragesShardsStochastically(StochasticWeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Under ZeroStrategy do not copy the module: :func:`average_shards` makes an average of shards later."""
+        """Under ZeroStrategy do not copy the module, because :func:`average_shards` will make an average of shards."""
         if not is_ours(trainer):
             super().setup(trainer, pl_module, stage)
         elif trainer.state.fn == TrainerFn.FITTING:

@@ -17,10 +17,10 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts FLOPs of matrix products, convolutions and attention in the body by torch's formulas: ``forward`` in
-    forwards, and ``backward`` in backwards, including recomputation.
+    """Counts the FLOPs of matrix products, convolutions and attention in the body, by torch's formulas. The count
+    ``backward`` is of backwards, including recomputation, and the count ``forward`` of all else.
 
-    torch's own ``FlopCounterMode`` is not used: it leaves hooks on modules and tensors.
+    torch's own ``FlopCounterMode`` is not used, because it leaves hooks on modules and tensors.
     """
 
     def __init__(self) -> None:

@@ -87,8 +87,8 @@ class Auto:
     decision: Decision | None = None
 
     def decide(self, strategy: Run, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
-        """If ``stage=auto``, choose stage and offload, and set them in ``strategy.config``. An earlier choice is kept
-        if it was made for a fit. All ranks raise ConfigError if no stage fits. Collective."""
+        """If ``stage=auto``, choose stage and offload, and set them in ``strategy.config``. A choice stays, except that
+        a fit of an unsharded module replaces an evaluation's. All ranks raise ConfigError if none fits. Collective."""
         asked, before = self.asked, self.decision
         if asked is None or (before is not None and (before.fitting or not fitting)):
             return
@@ -152,7 +152,7 @@ def _place(strategy: Run, asked: ZeroConfig) -> _Place:
 
 
 def machine_of(places: list[_Place], strategy: Run) -> Machine:
-    """Return the Machine to plan for. ``places``: one per rank, of which the smallest free memory and disk count."""
+    """Return the Machine to plan for. ``places``: one per rank; the smallest values of free memory and disk count."""
     ranks = Counter(place.host for place in places)
     gpus = max(ranks.values())
     return Machine(
@@ -222,7 +222,7 @@ def activations_of(
 
 
 def batch_from(loaders: Any) -> Any:
-    """Return a batch of a loader's first samples, or one for each of several loaders. Uses no samplers or workers."""
+    """Return a batch of a loader's first samples; for several loaders, a batch of each. Uses no samplers or workers."""
     if isinstance(loaders, Mapping):
         return {key: batch_from(value) for key, value in loaders.items()}
     if isinstance(loaders, (list, tuple)):

@@ -32,8 +32,8 @@ CPU = torch.device("cpu")
 
 
 class _Stand:
-    """Replaces the Trainer of a fake copy. It has its own ``optimizers``, and all other attributes of ``trainer``, or
-    of a new Trainer if that is None."""
+    """Replaces the Trainer of a fake copy. It has its own ``optimizers``. All its other attributes are those of
+    ``trainer`` or, if ``trainer`` is None, of a new Trainer."""
 
     def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
         self.__dict__.update(_trainer=trainer or _new_trainer(), optimizers=optimizers)
@@ -113,7 +113,7 @@ def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Ca
 
 
 def give_fake_optimizers(module: pl.LightningModule) -> None:
-    """Let ``optimizers()`` of a manually optimized copy return as many optimizers as it configures. They do nothing."""
+    """Let ``module.optimizers()``, in a copy with manual optimization, return fakes of the configured optimizers."""
 
     class Nothing:
         param_groups = ({"lr": 0.0},)
@@ -202,7 +202,7 @@ def planned_states(
 ) -> int | TensorStates:
     """Return the number of state tensors per parameter, or each parameter's state if an optimizer steps whole tensors.
 
-    Raises UnknownStateError if an optimizer cannot be tried.
+    Raises UnknownStateError if trial steps cannot reveal the state of an optimizer.
 
     Args:
         optimizers: optimizers, which stay unchanged. Their parameters can be on meta, or fake tensors.

@@ -105,7 +105,7 @@ def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
 
 
 def planned_now(engine: Engine, held: Bytes) -> Bytes:
-    """Return the planned bytes between two steps, by role and tier. Gradients count if ``held`` has some."""
+    """Return the planned bytes between two steps, by role and tier. Gradients count if ``held`` contains gradients."""
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
     moment = Moment.cleared if gone else Moment.reduced
     return planned_bytes(plan_of(engine), engine.comm.shard.index, state_tensors=state_tensors(engine), moment=moment)

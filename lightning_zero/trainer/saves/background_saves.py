@@ -6,14 +6,14 @@
     save: collect names and small values, make the folder
     train, and wait before a step changes a shard     copy the shards (checkpoint/sharded/items.py)
     train                                             write and sync the rank's file
-    train                                             rank 0, when all have: write the index, name the folder
+    train                                             rank 0, after all ranks: write the index, name the folder
     train                                             rank 0: link last.ckpt to it, remove an older checkpoint
     the next step, save or end: raise an error of the save on all ranks
 
-Ranks report written parts to rank 0 through the store (``ranks/mailbox.py``): no rank waits for another, and nothing
-from the store is unpickled. ``dcp.async_save`` unpickles messages of ranks, and waits for a dead rank until its process
-group times out. Shards are copied as DCP's ``DefaultStager`` does: copying one storage at a time in low-priority
-threads was no better (``make bench-checkpoint``, 98 M parameters, 2 ranks on 2 idle cores, 2026-11-23)::
+Ranks report written parts to rank 0 through the store (``ranks/mailbox.py``). Only rank 0's thread waits for other
+ranks, and nothing from the store is unpickled. ``dcp.async_save`` unpickles messages of ranks, and waits for a dead
+rank until its process group times out. Shards are copied as by DCP's ``DefaultStager``. Copying one storage at a time
+in low-priority threads was no better (``make bench-checkpoint``, 98 M parameters, 2 ranks, 2 idle cores, 2026-11-23)::
 
                                       stall s   durable s   MiB
     one storage at a time             0.030     2.35        396
@@ -64,7 +64,7 @@ class BackgroundSaves:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a save has begun and :meth:`wait` has not been called since. The same on all ranks."""
+        """Return whether a save has begun and :meth:`wait` has not been called since. All ranks return the same."""
         return self._last is not None
 
     @property
@@ -150,7 +150,7 @@ class BackgroundSaves:
             last.result()
 
     def wait_alone(self, long_work: LongWork = SILENT) -> None:
-        """Wait as :meth:`wait` does, but only warn of errors. Used after an exception: other ranks may be gone."""
+        """Wait as :meth:`wait` does, but only warn of errors. For use after an exception, when ranks may be gone."""
         self._hurry.set()
         try:
             self.wait(long_work)

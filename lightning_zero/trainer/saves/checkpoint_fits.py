@@ -100,8 +100,8 @@ def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, stric
 
 
 def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: Any, config: ZeroConfig) -> None:
-    """Raise ConfigError if the checkpoint lacks frozen parameters named in ``on_meta``, and ``init_from`` is not set:
-    the module has no values for these parameters, so they would be initialized anew."""
+    """Raise ConfigError if the checkpoint lacks frozen parameters named in ``on_meta``, and ``init_from`` is not set,
+    because these parameters have no values in the module either, and would be initialized anew."""
     lacking = sorted(name for name in on_meta if name not in checkpoint["state_dict"])
     if checkpoint.get(EXCLUDES_FROZEN) and lacking and config.init_from is None:
         raise ConfigError(

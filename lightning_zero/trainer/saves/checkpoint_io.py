@@ -81,7 +81,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             remove_whole(get_filesystem(path)._strip_protocol(str(path)))
 
     def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Warn if ``path``, to which ``checkpoint`` was saved, could not be loaded because this might run code."""
+        """Warn if loading the file ``path``, to which ``checkpoint`` was saved, might run code and is thus refused."""
         whole = "optimizer_states" in checkpoint
         if whole in self._looked:
             return
@@ -137,7 +137,7 @@ def saves_as_torch() -> bool:
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:
-    """Return ``io``, or a ZeroCheckpointIO if it is None. A wrapper that wraps nothing gets one to wrap."""
+    """Return ``io``, or a ZeroCheckpointIO if it is None. Put a ZeroCheckpointIO into a wrapper that wraps nothing."""
     if io is None:
         return ZeroCheckpointIO()
     if _is_wrapper(io):

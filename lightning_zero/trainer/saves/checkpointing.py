@@ -74,9 +74,9 @@ from lightning_zero.trainer.saves.range_saves import RangeSave
 
 
 class Checkpoints:
-    """Saves and loads a strategy's checkpoints. ``next_may_fail``: training continues if the next background save
-    fails. ``range_save``: the save under way if all ranks write ranges of one file, else None. ``fakes``: tensors
-    without values that the last such save made, and that the next one reuses.
+    """Saves and loads a strategy's checkpoints. ``next_may_fail``: whether training continues if the next background
+    save fails. ``range_save``: the save under way if all ranks write ranges of one file, else None. ``fakes``: tensors
+    without values that the last RangeSave made, and that the next RangeSave reuses.
     """
 
     def __init__(self, strategy: Run) -> None:
@@ -263,7 +263,8 @@ class Checkpoints:
         return checkpoint
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Check that a checkpoint's weights fit the model. Load them now, or in setup if the run resumes. Collective.
+        """Check that a checkpoint's weights fit the model. Load them now or, if the module is not sharded yet or the
+        run resumes, later in setup. Collective.
 
         Raises:
             OtherModelError: the weights are of another model. All ranks raise this, and nothing is loaded.
@@ -427,7 +428,7 @@ class LoaderStates:
             self._last = uneven.states_to_save(trainer.fit_loop)
 
     def save(self, strategy: Any, checkpoint: dict[str, Any]) -> None:
-        """Put the states of this rank's loaders into ``checkpoint``; those of all ranks if they differ. Collective."""
+        """Put the states of this rank's loaders in ``checkpoint``, and of all ranks' if they differ. Collective."""
         trainer = strategy.lightning_module._trainer
         if "loops" not in checkpoint or trainer is None:
             return

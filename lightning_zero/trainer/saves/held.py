@@ -49,7 +49,7 @@ class SavedParameter:
 
 
 class _Calls:
-    """Is pickled as a call of ``make``: unpickling returns the result of the call."""
+    """Is pickled as a call of ``make``, so that unpickling returns the result of this call."""
 
     def __init__(self, make: partial[object]) -> None:
         self._make = make
@@ -99,8 +99,8 @@ def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Va
 
 
 def values_in_folder(content: dict[str, Any], engine: Engine, wanted: Sequence[Value]) -> dict[Value, object]:
-    """Return a parameter of zeros for each of ``wanted``. Under the parameter's name, ``content[HELD]`` gets its values
-    (:class:`TensorParts`, those of the state dict if equal) and the parameter, so that the reader can fill it."""
+    """Return a parameter of zeros for each of ``wanted``. Put each such parameter into ``content[HELD]``, by name, with
+    its values (:class:`TensorParts`, if possible those in the state dict), which the reader copies into it."""
     parts = parts_by_value(engine)
     found: dict[Value, object] = {}
     for value in wanted:

@@ -203,8 +203,8 @@ def newest_of_job(trainer: pl.Trainer, run_dir: str, folders: Iterable[str] = ()
 
 @contextlib.contextmanager
 def in_own_job(trainer: pl.Trainer) -> Iterator[None]:
-    """In the body, let a fit in a job of the user's own script save in the job's folder and resume from there. Outside
-    of such a job do nothing."""
+    """If this job runs the user's own script, let a fit in the body save in the job's folder and resume from there.
+    Otherwise do nothing."""
     run_dir = os.environ.get(RUN_DIR_VARIABLE)
     if not run_dir or job_name() is None or trainer.state.fn != TrainerFn.FITTING:
         yield

@@ -66,7 +66,7 @@ class RandomNumbers:
     # -- what Lightning does, in this order -----------------------------------------------------------------------
 
     def before_iterator(self, loader: Any) -> None:
-        """Set the random number generators, before the training loader ``loader`` makes its first iterator."""
+        """Set the generators, and in a resumed fit the sampler's epoch, before ``loader`` makes its first iterator."""
         if self._fit_loop.is_resuming:  # Lightning sets the epoch later, when workers already have an order
             epoch = self._next_epoch()
             for owner in (loader, getattr(loader, "batch_sampler", None)):

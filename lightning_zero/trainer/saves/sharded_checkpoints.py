@@ -78,7 +78,7 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
 
 
 def _checked(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an optimizer's state dict. Raise ConfigError for nested keys that are not strings: DCP changes them."""
+    """Return an optimizer's state dict. Raise ConfigError for nested keys that DCP would change to strings."""
     inside = [*optimizer.get("state", {}).values(), *optimizer.get("param_groups", ())]
     for value in inside:  # the loop adds the values inside of each value
         if isinstance(value, Mapping):
@@ -104,8 +104,8 @@ def read(
 ) -> dict[str, Any]:
     """Read a folder of this package or of Lightning's FSDP strategies. Return the checkpoint as Lightning loads it.
 
-    Its tensors are :class:`~lightning_zero.pretrained.stored.StoredTensor` s, whose values are not read yet.
-    ``of_trainer``: whether to name the module's entry as in checkpoints of the Trainer.
+    Tensors of modules and of optimizer state are :class:`~lightning_zero.pretrained.stored.StoredTensor` s, whose
+    values are not read yet. ``of_trainer``: whether to name the module's entry as in checkpoints of the Trainer.
 
     Raises:
         ConfigError: the folder would run code, or is not a complete checkpoint. The message names the file.
@@ -172,15 +172,15 @@ def _values(
 
 
 def _is_copied_from(path: tuple[Any, ...], named: Sequence[str]) -> bool:
-    """Return whether loading copies the tensor at the nested keys ``path``. A tensor that is not copied stays in use,
-    so it must be read at once: the folder may be removed later."""
+    """Return whether loading copies the tensor at the nested keys ``path``. Other tensors stay in use after loading, so
+    they must be read at once, because the folder may be removed later."""
     if path[0] in named or _OPTIMIZER.fullmatch(str(path[0])):
         return len(path) < 3 or path[1] == "state"
     return len(path) < 3
 
 
 def _with_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with parameters' keys turned back into integers: the folder stores keys as text."""
+    """Return an optimizer's state with parameters' keys, which the folder stores as text, turned back into integers."""
     groups = state["param_groups"]
     numbers = {str(key): key for group in groups for key in group.get("params", []) if isinstance(key, int)}
     return {**state, "state": {numbers.get(key, key): entry for key, entry in state["state"].items()}}
