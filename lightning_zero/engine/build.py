@@ -178,6 +178,7 @@ class Core:
         register_hooks(module, self.units, self.hooks, config)
         for unit in self.units:
             unit.before_drop = partial(self.passes.writes.take_over, drops=True)
+        self.passes.after_step.count_references()
         # Last, so that nobody finds an engine whose construction raised.
         LIVE.add(self)
         module.__dict__[ENGINE] = self

@@ -169,11 +169,10 @@ class Engine(Core):
         self.passes.after_step.count_references()
         return sharded
 
-    @outside_autograd
     def renew_optimizers(self, make: Callable[[], Sequence[Optimizer]]) -> None:
-        """Replace the engine's optimizers by those that ``make()`` returns. Collective. An optimizer that is returned
-        again keeps its state. If an optimizer is not returned and the user's code still refers to it, its state becomes
-        whole tensors on the host."""
+        """Replace the engine's optimizers by those that ``make()``, which is users' code, returns. Collective. An
+        optimizer that is returned again keeps its state. If an optimizer is not returned and the user's code still
+        refers to it, its state becomes whole tensors on the host."""
         self.passes.wait_for_all()
         before, self.optimizers[:] = [*self.optimizers], []
         paused = [(stepper, weakref.ref(stepper.pause())) for stepper in before]
@@ -199,6 +198,7 @@ class Engine(Core):
             self.optimizers[-1].resume(optimizer)
             self.comm.together("adding an optimizer", self.optimizers[-1].places)
 
+    @outside_autograd
     def _release_optimizers(
         self, paused: Sequence[tuple[Stepper, weakref.ref[Optimizer]]], device: torch.device | str
     ) -> None:

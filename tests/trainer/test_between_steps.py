@@ -34,7 +34,8 @@ from tests.trainer.toys import (
 )
 
 HOOKS = (
-    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
+    *("configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"),
+    "on_before_zero_grad",
     *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "on_train_batch_end", "on_train_epoch_end"),
     *("on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_train_end", "on_fit_end"),
 )
@@ -64,6 +65,10 @@ class Uses(Lit):
     def on_train_batch_end(self, *_: Any) -> None:
         self.use("on_train_batch_end")
 
+    def configure_optimizers(self) -> Any:
+        self.use("configure_optimizers")
+        return super().configure_optimizers()
+
 
 def _calls(hook: str) -> Any:
     return lambda self, *_, **__: self.use(hook)
@@ -87,7 +92,9 @@ def numbers(value: Any) -> Any:
 
 
 def reads(m: Any) -> Any:
-    return [p.norm().item() for p in m.parameters()], m.head.weight.data.sum().item()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    norms = [p.norm().item() for p in m.parameters()]
+    return [*norms, m.first.weight.detach().norm().item(), m.head.weight.data.sum().item(), *modes]
 
 
 @torch.no_grad()

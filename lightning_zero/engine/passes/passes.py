@@ -305,7 +305,7 @@ class Passes:
         self.config = config
         self.order.plans_changed()
         self.between.plans_changed()
-        self.after_step.plans_changed()
+        self.after_step.count_references()
         self.reducer.plans_changed()
         self.saved.plans_changed()
 

@@ -21,6 +21,7 @@ See [Note: one order of collectives]: param syncs are issued in the order of uni
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -176,17 +177,13 @@ class AfterStep:
         return references(bucket.full.data) - len(bucket.params) * (bucket.shown is Shown.GATHERED)
 
     def count_references(self) -> None:
-        """Count the references to the memory of buckets that have param syncs. Call this before users' code can keep
-        views of the memory: if the count is higher later, there are views."""
+        """Count the references to the memory of buckets that have param syncs. Keep an earlier count if it is lower:
+        users' views, and messages that gloo has not dropped yet, make a count higher."""
         self._references = {
-            bucket: self._referring(bucket) for bucket in self._numbers if bucket.plan.gathers_after_step
+            bucket: min(self._referring(bucket), self._references.get(bucket, sys.maxsize))
+            for bucket in self._numbers
+            if bucket.plan.gathers_after_step
         }
-
-    def plans_changed(self) -> None:
-        """Count the references of buckets that have param syncs under their new plans and had none before."""
-        known = self._references
-        self.count_references()
-        self._references |= {bucket: n for bucket, n in known.items() if bucket in self._references}
         self._viewed &= self._references.keys()
 
     def _refers_more(self, buckets: Iterable[Bucket]) -> set[Bucket]:
