@@ -215,7 +215,7 @@ class Bucket:
 
     def fill(self, values: Tensor) -> None:
         """Make the master storage, the gradient store and the parameter store. `values` [owned numel]: the masters. The
-        storage may use their memory."""
+        storage may use the memory of `values`."""
         self.comm.streams.change()
         self._make_storage(values, taken=True)
         self._make_grad_store()
@@ -311,8 +311,8 @@ class Bucket:
 
     def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
         """After :meth:`rest_as` with the same `values`, point the parameters at gathered values or placeholders.
-        Collective. `came_whole`: the full buffer already had all compute parameters before `rest_as`, so none are
-        gathered."""
+        Collective. `came_whole`: the full buffer already had all compute parameters before `rest_as`, so this method
+        gathers none."""
         if not self.plan.reshards and not came_whole:
             self.share(values)
         self.show(gathered=not self.plan.reshards)
