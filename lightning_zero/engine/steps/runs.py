@@ -223,7 +223,7 @@ class Runs:
             )
 
     def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State] | None) -> None:
-        """Fill the bucket's runs. ``held``: state tensors to reuse; None: ``states`` have the optimizer's dtypes."""
+        """Fill the runs' state. ``held``: state tensors to reuse; None: ``states`` are in the optimizer's dtypes."""
         with opened(bucket.storage, changed=True):
             for run in self.runs_of(bucket):
                 self._fill_state(run, states, None if held is None else held.pop(run.tensor, {}))
