@@ -202,8 +202,8 @@ class Engine(Core):
     def _release_optimizers(
         self, paused: Sequence[tuple[Stepper, weakref.ref[Optimizer]]], device: torch.device | str
     ) -> None:
-        """Put the state of ``paused`` optimizers into their ``state`` dicts, as whole tensors on ``device``. Drop the
-        state of optimizers that no rank refers to any more. Collective."""
+        """Put the state of the ``paused`` optimizers into their ``state`` dicts, as whole tensors on ``device``. Drop
+        the state of optimizers that no rank refers to any more. Collective."""
         if not paused:
             return
         if sum(info.numel for bucket in self.buckets for info in bucket.params) > LARGE_NUMEL:

@@ -138,7 +138,7 @@ class Between:
 
     def takes_calls(self, device: torch.device) -> bool:
         """Return whether a module that is called between steps must compute with masters. This is so if passes compute
-        in another dtype and the call is outside of autocast, where inputs have the masters' dtype."""
+        in another dtype and the call is outside of autocast, because inputs then have the masters' dtype."""
         return self.rounds and not torch.is_autocast_enabled(device.type)
 
     def plans_changed(self) -> None:
@@ -305,8 +305,8 @@ class Between:
 
     @outside_autograd
     def refresh(self) -> None:
-        """After a change of masters, copy the new values into parameters that have masters as values, and into views
-        that users hold on any rank. Collective."""
+        """After a change of masters, copy the new values into parameters that show masters, and into views of
+        parameters that users hold on any rank. Collective."""
         self._settle()
         self.shown = []
         for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self.memory):

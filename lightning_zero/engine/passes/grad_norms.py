@@ -26,7 +26,7 @@ from lightning_zero.planning.layout import Fragment, cut_runs
 
 
 def alike(tensors: Mapping[int, Tensor]) -> list[list[int]]:
-    """Return the keys of ``tensors``, grouped by device and dtype, as torch's foreach operations need."""
+    """Return the keys of ``tensors`` in groups of equal device and dtype, for torch's foreach operations."""
     kinds: dict[object, list[int]] = {}
     for key, tensor in tensors.items():
         kinds.setdefault((tensor.device, tensor.dtype), []).append(key)

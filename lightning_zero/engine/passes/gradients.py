@@ -115,7 +115,7 @@ class BucketGrads:
         return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
 
     def local_grads(self) -> dict[int, Tensor]:
-        """Return this rank's unreduced gradients by slot: views of the local buffer, times ``scale_on_arrival``."""
+        """Return this rank's unreduced gradients by slot: views of the local buffer, scaled by ``scale_on_arrival``."""
         self.copy_in()
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
 
@@ -212,7 +212,7 @@ class BucketGrads:
 
     def replace(self, slot: int, grad: Tensor) -> None:
         """Replace this rank's unreduced gradient of the parameter at ``slot`` by ``grad``, which has the parameter's
-        shape and is scaled like an arriving gradient."""
+        shape. This method scales ``grad`` like an arriving gradient."""
         self.copy_in()
         self.written.discard(slot)
         self.second_arrivals.pop(slot, None)

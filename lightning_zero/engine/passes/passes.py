@@ -281,7 +281,7 @@ class Passes:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy new masters into views of parameters that users' code has kept between steps, if any. Collective."""
+        """Copy new masters into the views of parameters, if any, that users' code keeps between steps. Collective."""
         if self.between.memory and not self.in_backward:
             if self.key is not None:
                 self.order.meet("new values of parameters of which views are kept")
@@ -467,7 +467,7 @@ class Passes:
     @contextlib.contextmanager
     def copying(self, module: nn.Module, what: str) -> Iterator[None]:
         """Context manager in which parameters of ``module`` have the masters as values. Does nothing unless a pass of a
-        run is open, and compute parameters are dropped after use or differ in dtype from masters. Does nothing in a
+        run is open in which compute parameters are dropped after use or differ in dtype from masters. Does nothing in a
         backward or a call of a unit, where :class:`Fence` raises. ``what``: the body's operation. Collective."""
         fence, runs = self.fence, self.between.runs_here and not (self.in_backward or self.hooks.running)
         if fence.is_lowered or fence.is_plain or not (runs and fence.lacks_masters and self._in_pass()):

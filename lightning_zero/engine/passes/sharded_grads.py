@@ -305,7 +305,7 @@ class ShardedGrads:
         return norm
 
     def scale(self, places: Iterable[Place], factor: Tensor) -> None:
-        """Multiply the gradients at ``places`` by ``factor`` (0-d, on the device), equal on all ranks."""
+        """Multiply the gradients at ``places`` by ``factor`` (0-d, on the device, equal on all ranks)."""
         streams = self._reducer.comm.streams
         on_host = functools.cache(lambda: streams.to_host(factor))
 
@@ -354,8 +354,8 @@ class ShardedGrads:
 
     def overflowed(self, places: Iterable[Place]) -> bool:
         """Return whether any rank has a non-finite gradient at ``places``, the parameters of an optimizer that is about
-        to step. The caller then skips the step. Reads each gradient on its tier. Collective. Raises RuntimeError on all
-        ranks when the number of steps skipped in a row reaches ``zero.optimizer.skip_nonfinite``."""
+        to step. If so, the caller must skip the step. Reads each gradient on its tier. Collective. Raises RuntimeError
+        on all ranks when the number of steps skipped in a row reaches ``zero.optimizer.skip_nonfinite``."""
         if self._aside:
             return False
         places = list(places)

@@ -189,7 +189,7 @@ class Bucket:
 
     @property
     def grad(self) -> Tensor | None:
-        """Return the reduced gradient [owned numel] in grad_dtype, or None. Waits for a copy to host memory."""
+        """Return the reduced gradient [owned numel] in grad_dtype, or None. Waits for its copy to the host."""
         return self.grad_store.value
 
     def grad_fragment(self, slot: int) -> GradFragment | None:
@@ -372,7 +372,7 @@ class Bucket:
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
         """Write this rank's elements of `value`, a whole parameter, to the masters and to the slice kept for the node.
         `before` [owned numel]: this rank's compute parameters before the write. Masters do not change where `value`
-        equals `before`, because the rounded values of `before` would reduce their precision."""
+        equals `before`, because `before` has rounded values, which are less precise."""
         self.node_shard.write(info, self.layout.slots[info.slot].start, value)
         with opened(self.storage, changed=True) as master:
             for fragment in self.owned_fragments():

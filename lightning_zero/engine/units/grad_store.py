@@ -103,7 +103,7 @@ class GradStore:
 
 @dataclass(slots=True)
 class _Seen:
-    """Norms and finite check of a gradient, computed before its copy to the host. Valid until the gradient changes."""
+    """The norms and finiteness of a gradient, found before its copy to the host. Valid until the gradient changes."""
 
     version: int = -1  # of the gradient's memory
     norms: dict[float, Tensor] = field(default_factory=dict)

@@ -490,7 +490,7 @@ def check_free_memory(engine: Core) -> None:
 
 
 def check_free_memory_here(nbytes: int) -> None:
-    """Raise ConfigError if this host lacks ``nbytes`` for a copy of the module. Call before processes start."""
+    """Raise ConfigError if this host lacks ``nbytes`` for a copy of the module. Call before ranks' processes start."""
     _refuse(reason_not_to_fit(nbytes, available_host_memory(), "this host"))
 
 
