@@ -1,4 +1,4 @@
-"""The engine shards one module over the ranks of a process group. ``sharding.py`` makes it.
+"""The engine shards one module over the ranks of a process group. Engines are made in ``sharding.py``.
 
 ::
 
@@ -57,11 +57,11 @@ def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:
 
 @contextlib.contextmanager
 def gather(target: Target, *, from_rank: int | None = None, grads: bool = False) -> Iterator[None]:
-    """Context manager in which parameters of ``target`` have their full values. Changes are kept. Collective.
+    """Context manager in which parameters of ``target`` have full values. Changes to the values are kept. Collective.
 
-    The values are the master weights: in fp32, or in the only dtype of a precision ``*_true`` or ``fp64``. All ranks
-    must write the same values, unless ``from_rank`` names the rank whose values all ranks get. With ``grads``,
-    ``param.grad`` is the full reduced gradient, and changes to this gradient are kept too, by the same rule. Raises
+    The values are the master parameters, in fp32 or, under a precision ``*_true`` or ``fp64``, in that precision's
+    dtype. All ranks must write the same values. With ``from_rank``, all ranks get that rank's values instead. With
+    ``grads``, ``param.grad`` is the full reduced gradient, and changes to it are kept in the same way. Raises
     RuntimeError on all ranks, and keeps nothing, if ranks that share shards have written different values."""
     engine, params = _resolve(target)
     with show_gathered(engine, params, from_rank=from_rank, grads=grads):
@@ -69,7 +69,7 @@ def gather(target: Target, *, from_rank: int | None = None, grads: bool = False)
 
 
 def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
-    """Return the norm [0-d] of all reduced gradients of ``target``. Call this between backward and step. Collective."""
+    """Return the joint norm [0-d] of ``target``'s reduced gradients. Call between backward and step. Collective."""
     engine, params = _resolve(target)
     return engine.passes.sharded_grads.total_norm(map(engine.units.place_of, params), norm_type)
 

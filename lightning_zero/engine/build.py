@@ -58,8 +58,8 @@ def instances() -> set[int]:
 
 
 def describe_checked(module: nn.Module, config: ZeroConfig, *, is_sharded: bool) -> list[describe.UnitGroup]:
-    """Check settings and ``module``. Return a description of each unit, the root first. Raises ConfigError on this rank
-    alone, also if the module is sharded already. Sends no message: the caller must tell other ranks."""
+    """Check ``config`` and ``module``. Return a description of each unit, the root first. Raises ConfigError if a check
+    fails or the module is sharded already. Sends no message, so the caller must report an error to other ranks."""
     precision = config.precision.name or Precision.fp32
     if is_sharded:
         raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
@@ -96,7 +96,7 @@ def replace_forwards(module: nn.Module, units: Sequence[Unit], hooks: Hooks, con
 
 
 def register_hooks(module: nn.Module, units: Sequence[Unit], hooks: Hooks, config: ZeroConfig) -> None:
-    """Register hooks that gather and drop ``units``, cast outputs of fp32 modules, and refuse calls on placeholders."""
+    """Register hooks that gather and drop ``units``, cast outputs of fp32 modules, and refuse reads of placeholders."""
     for unit in units:
         hooks.watch_unit(unit, module.get_submodule(unit.name))
     if config.dynamic_graph:
@@ -114,7 +114,7 @@ def register_hooks(module: nn.Module, units: Sequence[Unit], hooks: Hooks, confi
 
 
 class Core:
-    """Base class of :class:`Engine`, which makes the engine's parts. Functions in ``whole/`` take it as an argument.
+    """The base class of :class:`Engine`. Makes the engine's parts. Functions in ``whole/`` take a ``Core`` as argument.
 
     Attributes:
         config: the settings, with the stage and offload of the last :meth:`Engine.restage`.

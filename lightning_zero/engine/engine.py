@@ -49,7 +49,7 @@ LARGE_NUMEL = 1 << 24  # of parameters whose optimizer state takes more time tha
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """Return the engine that shards ``module`` as the engine's root module, or None if no engine does."""
+    """Return the engine whose root module is ``module``, or None if there is none."""
     return next((engine for engine in engines() if engine._module() is module), None)
 
 
@@ -69,8 +69,8 @@ class Engine(Core):
 
     @outside_autograd
     def release(self) -> None:
-        """Undo the sharding. Parameters become full on the device. Hooks, files and groups are removed. Collective.
-        Raises RuntimeError if ranks have written different values to parameters since the last backward."""
+        """Undo the sharding: put full parameters on the device, and remove hooks, files and groups of ranks.
+        Collective. Raises RuntimeError if ranks have written different values to parameters since the last backward."""
         whole_params.shard_again(self, keep=False)
         passes = self.passes
         passes.timeline.close()
@@ -142,9 +142,9 @@ class Engine(Core):
 
     @contextlib.contextmanager
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> Iterator[None]:
-        """Open a pass (a forward and its backward): modules can be called and the root's parameters read. Collective.
-        The pass ends with the next backward. With ``evaluation`` there is no backward, and the pass ends with the
-        ``with`` block. Passes with the same ``key`` share one recorded order of gathers."""
+        """Context manager that opens a pass (a forward and its backward), so that modules can be called and the root's
+        parameters read. Collective. The pass ends with the next backward. With ``evaluation`` there is no backward, and
+        the pass ends with the ``with`` block. Passes with the same ``key`` share one recorded order of gathers."""
         if not evaluation:
             whole_params.shard_again(self)  # and leave it sharded after the scope: a backward follows
         with whole_params.set_aside(self), self.passes.scope(key, evaluation=evaluation):
@@ -170,9 +170,9 @@ class Engine(Core):
         return sharded
 
     def renew_optimizers(self, make: Callable[[], Sequence[Optimizer]]) -> None:
-        """Replace the engine's optimizers by those that ``make()``, which is users' code, returns. Collective. An
-        optimizer that is returned again keeps its state. If an optimizer is not returned and the user's code still
-        refers to it, its state becomes whole tensors on the host."""
+        """Replace the engine's optimizers by those that ``make()``, users' code, returns. Collective. A present
+        optimizer that is returned keeps its state, unless it has loaded another state. If a present optimizer is not
+        returned but users' code still refers to it, its state becomes whole tensors on the host."""
         self.passes.wait_for_all()
         before, self.optimizers[:] = [*self.optimizers], []
         paused = [(stepper, weakref.ref(stepper.pause())) for stepper in before]
@@ -202,8 +202,8 @@ class Engine(Core):
     def _release_optimizers(
         self, paused: Sequence[tuple[Stepper, weakref.ref[Optimizer]]], device: torch.device | str
     ) -> None:
-        """Put the state of ``paused`` optimizers into their ``state`` dicts, as whole tensors on ``device``. Drop the
-        state of optimizers that no rank refers to any more. Collective."""
+        """Put the state of the ``paused`` optimizers into their ``state`` dicts, as whole tensors on ``device``. Drop
+        the state of optimizers that no rank refers to any more. Collective."""
         if not paused:
             return
         if sum(info.numel for bucket in self.buckets for info in bucket.params) > LARGE_NUMEL:

@@ -19,7 +19,7 @@ from lightning_zero.planning.memory import COPY_ALIGN, copy_nbytes
 
 
 class _Shown(NamedTuple):
-    """A parameter in shared memory. All ranks of a host see ``original``; ``value`` is a copy-on-write view of it."""
+    """A parameter in the host's shared memory: ``original`` is shared, ``value`` is mapped copy-on-write."""
 
     bucket: Bucket
     info: ParamInfo
@@ -29,7 +29,7 @@ class _Shown(NamedTuple):
 
 class HostCopy:
     """Maps the host's shared memory, which has a copy of all parameters. This rank's writes are private to the rank
-    (copy-on-write). ``fd``: the file descriptor of the memory. ``params``: each parameter's place in the memory."""
+    (copy-on-write). ``fd``: the file descriptor of the memory. ``params``: each parameter's tensors in the memory."""
 
     def __init__(self, buckets: Sequence[Bucket], fd: int) -> None:
         self.nbytes, start = nbytes_of(buckets), 0
@@ -51,7 +51,7 @@ class HostCopy:
         self._seen = [bucket.storage.changes for bucket in buckets]
 
     def still_equals(self, buckets: Sequence[Bucket]) -> bool:
-        """Return whether the copy equals this rank's masters of ``buckets``. No step may be running."""
+        """Return whether the copy equals this rank's masters of ``buckets``. Call only while no step runs."""
         if self._seen != [bucket.storage.changes for bucket in buckets]:
             return False
         # Where parameters are the masters themselves, user code can write to masters unseen: compare the values.
@@ -79,7 +79,7 @@ def nbytes_of(buckets: Iterable[Bucket]) -> int:
 
 
 def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
-    """Return a parameter's tensor at byte ``start`` of ``memory``. ``torch.save`` writes only the tensor's bytes."""
+    """Return a parameter's tensor at byte ``start`` of ``memory``. ``torch.save`` writes only this tensor's bytes."""
     if not info.numel:
         return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)

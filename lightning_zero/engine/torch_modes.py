@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate ``method`` to run with grad and inference mode off. Its operations on parameters do not gather."""
+    """Decorate ``method`` to run with grad and inference mode off. Uses of parameters in it do not gather them."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -61,7 +61,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def caller_modes() -> tuple[torch.dtype, list[TorchFunctionMode]]:
-    """Return torch's default dtype and function modes (``with torch.device(...)`` activates one), innermost last."""
+    """Return torch's default dtype and active function modes (of ``with torch.device``, say), innermost last."""
     return torch.get_default_dtype(), torch.overrides._get_current_function_mode_stack()  # type: ignore
 
 
@@ -99,7 +99,7 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
 
 
 def callers_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which autocast is as it is now."""
+    """Return a context in which autocast has the same settings as at the time of this call."""
     if not torch.amp.is_autocast_available(device_type):
         return contextlib.nullcontext()
     now = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)

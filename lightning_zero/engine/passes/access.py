@@ -32,7 +32,7 @@ from lightning_zero.engine.units.unit import Unit, Units
 
 
 class Access:
-    """Handles users' reads and writes of parameters, which call this object as their ``Owner`` (``units/param.py``)."""
+    """Handles users' reads and writes of parameters; parameters call it as their ``Owner`` (``units/param.py``)."""
 
     def __init__(self, units: Units, passes: Passes) -> None:
         self._place_of = units.place_of
@@ -112,9 +112,9 @@ class Access:
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str, *, saves: bool = False) -> list[Unit]:
-        """Gather the units of ``params`` for the user's ``operation``. Return the units that the caller must reshard
-        after the operation. Between the passes of a run, show the parameters' masters instead and return no units.
-        ``saves``: autograd will save the values. Raises RuntimeError if parameters are sharded and no run is open."""
+        """Gather the units of ``params`` for the user's ``operation``. Return the units to reshard after the operation.
+        Between the passes of a run, show the parameters' masters instead and return no units. ``saves``: autograd will
+        save the values. Raises RuntimeError if parameters are sharded and neither a pass nor a run is open."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         places = [self._place_of(param) for param in params]

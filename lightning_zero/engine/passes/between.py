@@ -57,7 +57,7 @@ class _Memory:
 
     @property
     def is_held(self) -> bool:
-        """Return whether users hold tensors in this memory. Call only while the bucket's parameters are elsewhere."""
+        """Return whether users hold tensors in this memory. Call only while parameters do not refer to the memory."""
         return any(references(tensor) > 1 for tensor in (self.full, *self.own.values()))
 
     def value(self, info: ParamInfo) -> Tensor:
@@ -103,7 +103,7 @@ class Between:
         in_run: Whether all ranks run the same code (of a Trainer's run or of Fabric), so that uses are allowed.
         shown: The units in use, in the order of their first use.
         memory: The whole masters of buckets in these units, and of buckets of which users on any rank hold views.
-        rounds: Whether, in a run, passes compute in another dtype than that of some masters.
+        rounds: Whether a run is open whose passes compute in another dtype than that of some masters.
         rounded: In a run, the buckets whose parameters stay gathered in a dtype with fewer bits than their masters.
     """
 
@@ -120,13 +120,13 @@ class Between:
         self._thread = 0  # number of the thread that runs hooks
 
     def begin_run(self) -> None:
-        """Allow users' code to use parameters between steps, because all ranks run the same code. Sends no message."""
+        """Allow users' code, the same on all ranks, to use parameters between steps from now on. Sends no message."""
         self.in_run, self._thread = True, threading.get_ident()
         self.plans_changed()
         self.pass_ends()
 
     def end_run(self) -> None:
-        """Refuse uses between steps from now on: ranks may run different code. Call :meth:`close` before."""
+        """Refuse uses between steps from now on, because ranks may run different code. Call :meth:`close` first."""
         self.forget()
         self.pass_begins()
         self.in_run = False
@@ -138,7 +138,7 @@ class Between:
 
     def takes_calls(self, device: torch.device) -> bool:
         """Return whether a module that is called between steps must compute with masters. This is so if passes compute
-        in another dtype and the call is outside of autocast, where inputs have the masters' dtype."""
+        in another dtype and the call is outside of autocast, because inputs then have the masters' dtype."""
         return self.rounds and not torch.is_autocast_enabled(device.type)
 
     def plans_changed(self) -> None:
@@ -146,12 +146,12 @@ class Between:
         self.rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
 
     def pass_begins(self) -> None:
-        """When a pass begins, let users' code see the compute parameters in buckets that stay gathered."""
+        """When a pass begins, let users' code see the compute parameters in :attr:`rounded` buckets."""
         for bucket in self.rounded:
             bucket.hide_rounded(False)
 
     def pass_ends(self) -> None:
-        """When a pass ends, let uses of parameters in buckets that stay gathered call the engine to show masters."""
+        """When a pass ends, make uses of parameters in :attr:`rounded` buckets call the engine, which shows masters."""
         for bucket in self.rounded:
             bucket.hide_rounded(True)
 
@@ -162,8 +162,8 @@ class Between:
         """Gather the masters of ``unit``, and make the masters the values of its parameters. Collective.
 
         Args:
-            what: A text that names the use, for errors.
-            beside: The units of all parameters that the same operation uses. Their earlier uses are not undone.
+            what: A name of the use, for error messages.
+            beside: The units of all parameters that the same operation uses. Units already in use stay in use.
 
         Raises ApartError on all ranks if a rank uses another unit or makes another collective call.
         """
@@ -195,8 +195,7 @@ class Between:
 
     @outside_autograd
     def hide_in_pass(self) -> None:
-        """Undo :meth:`show_in_pass`: copy values that users have written to the masters, and show the compute
-        parameters of the pass again. Collective."""
+        """Undo :meth:`show_in_pass`: update masters with users' writes, then show compute parameters. Collective."""
         self.close()
         self.pass_begins()
 
@@ -205,9 +204,9 @@ class Between:
         return [bucket for bucket in self._unit_of if any(id(info.param) in wanted for info in bucket.params)]
 
     def check_room(self, params: Iterable[nn.Parameter], what: str, *, or_on_host: bool = False) -> bool:
-        """Raise RuntimeError on all ranks if the masters of ``params`` do not fit into free device memory (with
-        ``or_on_host``: nor into free host memory). Return True if only the hosts have room. ``what``: the operation's
-        name. Collective."""
+        """Raise RuntimeError on all ranks if the masters of ``params`` do not fit into free device memory. With
+        ``or_on_host``, first try free host memory, and return True if the masters fit only there. ``what``: the
+        operation's name. Collective."""
         nbytes = sum(
             bucket.layout.numel * bucket.dtypes.master.itemsize
             for bucket in self._buckets_of(params)
@@ -287,7 +286,7 @@ class Between:
 
     @outside_autograd
     def replace(self, place: Place, value: Tensor) -> None:
-        """Perform ``param.data = value`` for the parameter at ``place``, whose value is its master."""
+        """Perform ``param.data = value`` for the parameter at ``place``, which shows its master now."""
         memory = self.memory[place.bucket]
         memory.assign(place.info, value)
         place.bucket.show_whole(Shown.MASTERS, memory.values())
@@ -295,19 +294,19 @@ class Between:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Copy values that users have written to parameters to the masters. Raise RuntimeError on all ranks if ranks
-        have written different values. Collective."""
+        """Update the masters with users' writes to parameters. Raise RuntimeError on all ranks if ranks have written
+        different values. Collective."""
         self._take_over(list(self.memory), [], "writes to parameters between steps")
 
     def close(self) -> None:
-        """Copy values that users have written to the masters, and undo :meth:`use` for all units. Collective."""
+        """Update the masters with users' writes, and undo :meth:`use` for all units. Collective."""
         if self.shown:
             self._hide(list(self.shown), "the end of uses of parameters between steps")
 
     @outside_autograd
     def refresh(self) -> None:
-        """After a change of masters, copy the new values into parameters that have masters as values, and into views
-        that users hold on any rank. Collective."""
+        """After a change of masters, copy the new values into parameters that show masters, and into views of
+        parameters that users hold on any rank. Collective."""
         self._settle()
         self.shown = []
         for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self.memory):
@@ -346,8 +345,8 @@ class Between:
         self._take_over(looked_at, hidden, what)
 
     def _take_over(self, buckets: Sequence[Bucket], hidden: Sequence[Bucket], what: str) -> None:
-        """Copy values that users have written to parameters of ``buckets`` to the masters, and undo :meth:`use` for the
-        buckets in ``hidden``. ``what``: the operation's name. Collective."""
+        """Update the masters with users' writes to parameters of ``buckets``, and undo :meth:`use` for the buckets in
+        ``hidden``. ``what``: the operation's name. Collective."""
         number_of = {bucket: number for number, bucket in enumerate(self.memory)}
         written = {number_of[bucket]: slots for bucket in buckets if (slots := self._written(bucket))}
         for bucket in hidden:

@@ -1,4 +1,4 @@
-"""Keeps the engine's hooks out of ``torch.compile``'s graphs: a traced hook would run once, in the trace, never again.
+"""Keeps the engine's hooks out of ``torch.compile``'s graphs, because a traced hook would run only during the trace.
 
 ::
 
@@ -34,7 +34,7 @@ _CALL = "_compiled_call_impl"  # the attribute in which ``nn.Module.compile`` ke
 
 
 class Compile(NamedTuple):
-    """The settings of one ``torch.compile`` call. Units inside the compiled module are compiled with these too."""
+    """The settings of one ``torch.compile`` call. Units inside the compiled module get the same settings."""
 
     apply: Callable[[Callable[..., object]], Callable[..., object]]  # compiles a function with the same settings
     inductor: bool  # the backend is torch's own compiler
@@ -51,7 +51,7 @@ def compile_with(**settings: Any) -> Compile:
 
 
 def how_compiled(function: object) -> Compile | None:
-    """Return the settings with which ``function`` (or module) was compiled, or None if it is not compiled."""
+    """Return the settings with which a function or module was compiled, or None if it is not compiled."""
     context: Any = vars(function).get("dynamo_ctx") if isinstance(function, nn.Module) else None
     if context is None and isinstance(function, types.FunctionType) and hasattr(function, "_torchdynamo_orig_callable"):
         # torch offers no other way to find the settings of a compiled function.
@@ -118,7 +118,7 @@ def check_compiler(config: CompileConfig) -> None:
 
 def find_compiler(what: str, way_out: str) -> None:
     """Raise a ConfigError if there is no C++ compiler for inductor. ``what``: the setting that needs the compiler.
-    ``way_out``: what users can do without one. The message contains both."""
+    ``way_out``: what users can do instead. The error message contains both."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # the import takes a second
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -152,11 +152,11 @@ def keep_out() -> None:
 
 
 class CompiledModules:
-    """Compiles units of one sharded module, and tracks which units and modules around units are compiled.
+    """Compiles units of one sharded module, and tracks which units, and which modules that hold units, are compiled.
 
     Args:
         forwards: forwards of the units by name, the root's ("") first.
-        blocks: settings for compiling units other than the root, except units that are compiled already. None: only
+        blocks: settings with which to compile all units except the root and units that are compiled already. None: only
             units that users have compiled are compiled.
         refuse: called before a user's later ``compile()`` of a module, with a small function that was compiled with the
             same settings, and the class name of the module. Raises if the settings cannot be used.

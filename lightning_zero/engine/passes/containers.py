@@ -120,7 +120,7 @@ def find_tensors(value: object) -> Iterator[Tensor]:
 
 
 def tensors_inside(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in an object's attributes, and in attributes of nested objects up to ``depth`` levels."""
+    """Yield the tensors in an object's attributes or items, and in nested objects up to ``depth`` levels deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, PLAIN) and not callable(value):
@@ -137,8 +137,8 @@ def tensors_inside(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
 def dtype_hooks(
     module: nn.Module,
 ) -> tuple[Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]] | None, Callable[..., object]]:
-    """Make a pre-hook and a post-hook for a module in fp32. The pre-hook casts inputs to fp32; it is None if the module
-    accepts inputs whose dtype differs from its weights'. The post-hook casts results to the inputs' original dtype."""
+    """Make a pre-hook and a post-hook for a module in fp32. The pre-hook casts inputs to fp32; it is None if inputs may
+    have another dtype than weights. The post-hook casts results to the inputs' original dtype."""
     takes_one = isinstance(module, _TAKES_ONE_DTYPE)
     before_cast: torch.dtype | None = None  # torch shows post-hooks the inputs as pre-hooks changed them
 

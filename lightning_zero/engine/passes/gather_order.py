@@ -3,9 +3,9 @@ update gathered parameters after a step.
 
 In the first pass of each kind ranks agree on each gather by a message; later passes follow the recorded order
 (docs/architecture.md). While ranks agree, a rank at the end of its pass sends DONE, and takes part in other ranks'
-gathers until all ranks have sent DONE. At the end of an outermost module call a rank sends CALLED, and takes part until
-all have sent CALLED or DONE. Before gathers of masters, which do not belong to the pass, a rank sends MEETS until all
-ranks have sent MEETS. The recorded order contains this point."""
+gathers until all ranks have sent DONE. Under ``dynamic_graph``, a rank sends CALLED at the end of an outermost module
+call, and takes part until all have sent CALLED, DONE or MEETS. Before gathers of masters, which do not belong to the
+pass, a rank sends MEETS until all ranks have sent MEETS. The recorded order contains this point."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class GatherOrder:
         self.plans = {}
 
     def begin(self, key: str, *, cyclic: bool) -> None:
-        """Start a pass. All passes with the same ``key`` should use units in the same order. ``cyclic``: a pass can
+        """Start a pass. All passes with the same ``key`` should use units in the same order. ``cyclic``: one pass can
         repeat this order several times."""
         self._key, self._cyclic = key, cyclic
         plan = None if self.apart else self.plans.get(key)
@@ -99,7 +99,7 @@ class GatherOrder:
             leaving.free()
 
     def _demand(self, unit: Unit) -> None:
-        """Gather ``unit``, issue the gathers of the next units ahead, and wait for ``unit``."""
+        """Issue the gather of ``unit`` if necessary, prefetch the next units, and wait for the gather of ``unit``."""
         self.missed += unit.state is State.SHARDED
         self.ahead += unit in self._idle
         if unit.state is State.SHARDED:
@@ -121,8 +121,8 @@ class GatherOrder:
 
     @outside_autograd
     def meet(self, what: str) -> None:
-        """Wait until all ranks call this method for ``what``, and have issued the same gathers of the open pass. Call
-        this method before gathers that do not belong to the pass. Collective."""
+        """Wait until all ranks have called this method for the same operation ``what``, and have issued the same
+        gathers of the open pass. Necessary before gathers that do not belong to the pass. Collective."""
         with self.comm.set_place(what):
             cursor = None if self._agreeing else self._cursor
             if self._agreeing:
@@ -140,7 +140,7 @@ class GatherOrder:
             self._drop_idle()
 
     def end(self) -> None:
-        """End the pass: issue the gathers that other ranks still need, and record a new order. Collective."""
+        """End the pass: issue the gathers that other ranks still need, and record the order if new. Collective."""
         if self._agreeing:
             self._serve_until(DONE)
             if not self._config.dynamic_graph:
@@ -254,7 +254,7 @@ class GatherOrder:
         return all(bucket.awaited_step.future is None for bucket in unit.buckets)
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
-        """Reshard units that were prefetched and not used, oldest first, until the remaining ones fit the prefetch
+        """Reshard prefetched units that were not used, oldest first, until the other prefetched units fit the prefetch
         budget. Do not reshard ``wanted``."""
         if len(self._idle) < 2:
             return

@@ -1,6 +1,6 @@
 """Computes norms of gradients, of single parameters (``param.grad.norm()``) and of many together.
 
-Every stage cuts gradients at the borders of shards and joins norms of these parts, so all stages agree to the bit::
+At every stage norms are computed for each shard and then joined, so all stages agree to the bit::
 
     gradient                                    norm of one parameter's gradient
     reduced, in shards                          ranks exchange the norms of all gradients once, until gradients change
@@ -26,7 +26,7 @@ from lightning_zero.planning.layout import Fragment, cut_runs
 
 
 def alike(tensors: Mapping[int, Tensor]) -> list[list[int]]:
-    """Return the keys of ``tensors``, grouped by device and dtype, as torch's foreach operations need."""
+    """Return the keys of ``tensors`` in groups of equal device and dtype, for torch's foreach operations."""
     kinds: dict[object, list[int]] = {}
     for key, tensor in tensors.items():
         kinds.setdefault((tensor.device, tensor.dtype), []).append(key)
@@ -51,7 +51,7 @@ def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
 
 
 def refuse_whole(places: Iterable[Place]) -> None:
-    """Raise a RuntimeError if a ``param.grad`` at ``places`` is a plain tensor, whose values shards may lack."""
+    """Raise a RuntimeError if a ``param.grad`` at ``places`` is a plain tensor, because shards may lack its values."""
     for place in places:
         if place.bucket.shown is Shown.PLAIN and type(place.info.param.grad) is Tensor:
             raise RuntimeError(
@@ -74,8 +74,8 @@ def parts_of_shards(
 
     Returns:
         Two dicts with part numbers as keys; each part is in one of them. The first has the result of ``look_up`` for
-        each shard of which all slots are wanted, unless the result is None; copies of these shards to the host are not
-        awaited. The second has views of all other parts."""
+        each shard of which all slots are wanted, unless the result is None. This function does not wait for copies of
+        these shards to the host. The second has views of all other parts."""
     known: dict[int, Tensor] = {}
     views: dict[int, Tensor] = {}
     for bucket in buckets:
@@ -97,8 +97,8 @@ def parts_of_shards(
 
 
 class GradNorms:
-    """Computes norms of one engine's gradients. Calls ``finish_pending`` before each read of gradients. This function
-    waits for optimizer steps and discards gradients of backwards that raised."""
+    """Computes norms of one engine's gradients. Before each read of gradients it calls ``finish_pending``, which waits
+    for optimizer steps and discards gradients of backwards that raised."""
 
     def __init__(self, reducer: Reducer, bucket_of: Mapping[int, Bucket], finish_pending: Callable[[], None]) -> None:
         self._reducer, self._comm = reducer, reducer.comm
@@ -108,8 +108,8 @@ class GradNorms:
 
     @outside_autograd
     def norm(self, info: ParamInfo, norm_type: float, dtype: torch.dtype | None) -> Tensor:
-        """Return ``param.grad.norm(norm_type)`` as DDP would, loss scale included: 0-d, on the device. Collective.
-        Raises RuntimeError after a backward that raised, and for a gradient that is only partly reduced."""
+        """Return the result [0-d] of ``param.grad.norm(norm_type)`` under DDP, which includes the loss scale.
+        Collective. Raises RuntimeError after a backward that raised, and for a gradient that is only partly reduced."""
         if norm_type not in self.tables:
             self._finish_pending()
             self.tables[norm_type] = self._compute(norm_type)
@@ -131,8 +131,8 @@ class GradNorms:
 
     @outside_autograd
     def total(self, places: Iterable[Place], norm_type: float) -> Tensor:
-        """Return the norm of all reduced gradients at ``places``: 0-d, fp32 (fp64 for fp64). Collective. Raises
-        RuntimeError on all ranks if gradients are not reduced yet, or ``param.grad`` is a whole tensor."""
+        """Return the joint norm [0-d] of all reduced gradients at ``places``, in fp32 (fp64 for fp64). Collective.
+        Raises RuntimeError on all ranks if gradients are not reduced yet, or if a ``param.grad`` is a whole tensor."""
         if not norm_type > 0.0:
             raise ValueError(
                 f"the norm of gradients: expected a norm type above 0, or inf, got {norm_type}. Read gradients inside "
@@ -160,8 +160,8 @@ class GradNorms:
         return whole.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
 
     def total_shown(self, infos: Sequence[ParamInfo], norm_type: float) -> Tensor | None:
-        """Return the norm of all gradients of ``infos`` together, loss scale included. If their loss scales differ,
-        return None without a message. Collective."""
+        """Return the joint norm of the gradients of ``infos``, with their loss scale. If the gradients have different
+        loss scales, send no message and return None. Collective."""
         scales = {self._reducer.shown_scale(id(info.param)) for info in infos}
         if len(scales) != 1:
             return None
@@ -176,7 +176,8 @@ class GradNorms:
         return self.total([*places, *empty], norm_type) * scales.pop()
 
     def _compute(self, norm_type: float) -> dict[int, Tensor]:
-        """Return the norm of each completely reduced gradient, without loss scale, by parameter id. Collective."""
+        """Return the norm of each reduced gradient and, at stages 0 and 1, of this rank's unreduced gradients. The
+        norms have no loss scale. Keys are parameter ids. Collective."""
         self._reducer.refuse_partial()
         comm = self._comm
         infos: list[ParamInfo] = []
@@ -219,8 +220,8 @@ class GradNorms:
 
 
 def _parts_of_reduced(bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
-    """Cut the reduced gradients that this rank holds at the borders of shards and parameters. Yield for each part
-    (index of the shard's rank, parameter's slot, values)."""
+    """Cut the reduced gradients that this rank holds at the borders of shards and parameters. Yield (index of the
+    shard's rank, slot of the parameter, values) for each part."""
     gradient, low = bucket.grad, bucket.owned_range[0]
     assert gradient is not None
     for rank in [bucket.comm.shard.index] if bucket.plan.shards_master else range(bucket.layout.world_size):

@@ -60,15 +60,15 @@ class BucketGrads:
         self._choose_dtypes()
 
     def begin(self, *, reduces: bool, fresh: bool) -> None:
-        """Reset for a backward. ``reduces``: this backward reduces this bucket. ``fresh``: no gradients of earlier
-        backwards (in ``no_sync``) are waiting to be reduced, and this backward reduces; equal on all ranks."""
+        """Reset for a backward. ``reduces``: this backward reduces this bucket. ``fresh``: this backward reduces, and
+        no gradients of earlier backwards in ``no_sync`` await their reduction; equal on all ranks."""
         self.arrived, self.issued, self.reduces = set(), False, reduces
         self.keeps_wire_dtype = self._exchanges and (fresh or not self.bucket.plan.accumulates_locally)
         self._choose_dtypes()
 
     def _choose_dtypes(self) -> None:
         """Set ``local_dtype``, ``sent_dtype`` (the dtype of the next buffer to reduce) and ``total_dtype`` (the dtype
-        of its sum over ranks if they use an all-to-all, else None)."""
+        of the sum of these buffers over ranks if ranks use an all-to-all, else None)."""
         dtypes = self.bucket.dtypes
         self.total_dtype: torch.dtype | None
         self.local_dtype = dtypes.grad if self.bucket.plan.accumulates_locally else dtypes.reduce
@@ -80,7 +80,7 @@ class BucketGrads:
 
     def _choose_scales(self) -> None:
         """Set ``scale_on_arrival``, the factor of each arriving gradient, and ``scale_of_sum``, the factor of the
-        reduced sum. One of the two is ``scale``, the other is 1, equally on all ranks. Scaling the sum is cheaper, and
+        reduced sum. The same one of the two is ``scale`` on all ranks; the other is 1. Scaling the sum is cheaper, and
         exact for powers of two in dtypes with fp32's range (from 1e-38 to 1e38)."""
         wide = torch.float16 not in (self.bucket.dtypes.reduce, self.local_dtype)
         later = self._exchanges or (self.batched_copy and wide and math.frexp(self.scale)[0] == 0.5)
@@ -115,7 +115,7 @@ class BucketGrads:
         return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
 
     def local_grads(self) -> dict[int, Tensor]:
-        """Return this rank's unreduced gradients by slot: views of the local buffer, times ``scale_on_arrival``."""
+        """Return this rank's unreduced gradients by slot: views of the local buffer, scaled by ``scale_on_arrival``."""
         self.copy_in()
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
 
@@ -212,7 +212,7 @@ class BucketGrads:
 
     def replace(self, slot: int, grad: Tensor) -> None:
         """Replace this rank's unreduced gradient of the parameter at ``slot`` by ``grad``, which has the parameter's
-        shape and is scaled like an arriving gradient."""
+        shape. This method scales ``grad`` like an arriving gradient."""
         self.copy_in()
         self.written.discard(slot)
         self.second_arrivals.pop(slot, None)
@@ -237,7 +237,7 @@ class Reducer:
     """Issues reductions in one order on all ranks and adds their results to the gradient stores."""
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator, max_in_flight_nbytes: int) -> None:
-        """``max_in_flight_nbytes``: limit of the bytes of reductions in flight, exceeded if a wait could deadlock."""
+        """``max_in_flight_nbytes``: the most bytes of reductions in flight, except where a wait could deadlock."""
         self.comm = comm
         self.pass_begins(one_path=False)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
@@ -261,7 +261,7 @@ class Reducer:
         self._max_in_flight_nbytes = max_in_flight_nbytes
 
     def pass_begins(self, *, one_path: bool) -> None:
-        """Start to count the reductions of a pass. ``one_path``: all ranks are expected to use the same units."""
+        """Reset the counts of reductions for a pass. ``one_path``: all ranks are expected to use the same units."""
         self.issued = self.issued_everywhere = 0  # by this rank; at least so many by each rank
         self.one_path = one_path
 
@@ -297,18 +297,18 @@ class Reducer:
             self.synchronize = previous
 
     def set_loss_scale(self, scale: float) -> None:
-        """Divide the gradients of the next backwards by ``scale``: the factor by which the user multiplies the loss."""
+        """Divide the gradients of later backwards by ``scale``, the factor by which the user multiplies the loss."""
         self.loss_scale, self._unscaled = scale, set()
         for bucket, grads in self.grads.items():
             grads.set_scale(1.0 / (bucket.comm.ranks.grad_divisor * scale))
 
     def unscale(self, params: Iterable[nn.Parameter]) -> None:
-        """Let ``param.grad`` of ``params`` show gradients without the loss scale, until :meth:`set_loss_scale`."""
+        """Let ``param.grad`` of ``params`` show gradients without loss scale, until the next :meth:`set_loss_scale`."""
         self._unscaled |= {id(param) for param in params}
 
     def shown_scale(self, param_id: int) -> float:
-        """Return the factor between a stored gradient and ``param.grad``: the loss scale, which stored gradients do not
-        contain; 1 after :meth:`unscale`. ``param_id``: the parameter's ``id``."""
+        """Return the factor that turns a stored gradient into ``param.grad``: the loss scale, which stored gradients do
+        not contain, or 1 after :meth:`unscale`. ``param_id``: the parameter's ``id``."""
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
     def local_scale(self, bucket: Bucket) -> float:
@@ -318,7 +318,7 @@ class Reducer:
 
     @without_history
     def accept_grad(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Store ``grad``, computed by autograd for the parameter at ``slot``. Issue reductions that became ready."""
+        """Store ``grad``, which autograd computed for the parameter at ``slot``. Issue reductions that are ready."""
         grads = self.grads[bucket]
         late = grads.store_grad(slot, grad)
         if not grads.reduces:
@@ -343,8 +343,8 @@ class Reducer:
         self._pump()
 
     def end(self, told: Sequence[int] = ()) -> Sequence[int]:
-        """Reduce late gradients and wait for all reductions of the backward. ``told``: integers from 0 to 255 to send
-        in the same message. Return their maxima over ranks, or () if no bucket was reduced. Collective."""
+        """Reduce late gradients and wait for all reductions of the backward. Return the maxima over ranks of ``told``
+        (integers from 0 to 255, sent in the same message), or () if no bucket was reduced. Collective."""
         reduced = [bucket for bucket, grads in self.grads.items() if grads.reduces]
         if not reduced:
             return ()
@@ -501,7 +501,7 @@ class Reducer:
 
 
 def _put(view: Tensor, grad: Tensor, scale: float) -> None:
-    """Write ``grad * scale`` into ``view``. The product is computed in the wider of the two dtypes."""
+    """Write ``grad * scale`` into ``view``. The product is as exact as in the wider of the two dtypes."""
     exact = math.frexp(scale)[0] == 0.5 and grad.dtype is torch.bfloat16
     if scale == 1.0:
         view.copy_(grad)

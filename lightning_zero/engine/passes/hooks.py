@@ -116,8 +116,8 @@ class Hooks:
         self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
     def watch_calls(self, module: nn.Module) -> None:
-        """Register hooks on ``module`` that call :meth:`Passes.call_ends` when a call of it ends, unless this call is
-        nested in a call of another module that has these hooks."""
+        """Register hooks that call :meth:`Passes.call_ends` after each call of ``module``, unless the call is nested in
+        a call of another module with these hooks."""
 
         def before(*_: object) -> None:
             self._depth += 1

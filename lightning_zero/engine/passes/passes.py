@@ -7,7 +7,7 @@ autograd's graph task.
 See [Note: weak references and graphs]: objects that autograd holds refer to the passes weakly.
 See [Note: one order of collectives]: passes begin, meet and end on all ranks, or raise on all.
 See [Note: what resume may trust]: after an exception all gathers that follow steps are issued before ranks compare
-counts.
+counts of messages.
 See [Note: masters during an offloaded step]: a backward, and every read of masters, first waits for the steps.
 """
 
@@ -272,8 +272,8 @@ class Passes:
         self.timeline.run_ends(together=whole and not self.aborted)
 
     def masters_changed(self, changed: set[Bucket]) -> None:
-        """After masters of the buckets in ``changed`` have changed, issue gathers of replicated parameters, unit by
-        unit. The next forward waits for these gathers. In an open pass wait for the root's gather now. Collective."""
+        """After masters of the ``changed`` buckets have changed, gather these buckets' replicated parameters unit by
+        unit. The next forward waits for the gathers. In an open pass wait for the root's gather now. Collective."""
         self.after_step.masters_changed(changed)
         if self.key is not None:
             self.after_step.sync_params(self.units[0])
@@ -281,7 +281,7 @@ class Passes:
         self.refresh()
 
     def refresh(self) -> None:
-        """Copy new masters into views of parameters that users' code has kept between steps, if any. Collective."""
+        """Copy new masters into the views of parameters, if any, that users' code keeps between steps. Collective."""
         if self.between.memory and not self.in_backward:
             if self.key is not None:
                 self.order.meet("new values of parameters of which views are kept")
@@ -363,14 +363,14 @@ class Passes:
             self.order.call_ends()
 
     def forward_raised(self) -> None:
-        """Abort the pass after the outermost call has raised. Does nothing inside :meth:`scope`, which aborts."""
+        """Abort the pass after the outermost call has raised. Inside :meth:`scope` leave this to the scope."""
         if self._scope is None:
             self.abort()
 
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
 
     def borrowed(self, unit: Unit, *, keep: bool) -> None:
-        """Reshard ``unit``, which was gathered for a read by users' code: now or, with ``keep``, when the pass ends."""
+        """Reshard ``unit``, which users' code has read, now or, with ``keep``, when the pass ends."""
         if keep:
             unit.is_held = True
         elif not self.in_backward:
@@ -467,7 +467,7 @@ class Passes:
     @contextlib.contextmanager
     def copying(self, module: nn.Module, what: str) -> Iterator[None]:
         """Context manager in which parameters of ``module`` have the masters as values. Does nothing unless a pass of a
-        run is open, and compute parameters are dropped after use or differ in dtype from masters. Does nothing in a
+        run is open in which compute parameters are dropped after use or differ in dtype from masters. Does nothing in a
         backward or a call of a unit, where :class:`Fence` raises. ``what``: the body's operation. Collective."""
         fence, runs = self.fence, self.between.runs_here and not (self.in_backward or self.hooks.running)
         if fence.is_lowered or fence.is_plain or not (runs and fence.lacks_masters and self._in_pass()):
@@ -501,15 +501,15 @@ class Passes:
         return True
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
-        """Called when the gradients of all inputs of the call ``call`` of ``unit`` have arrived. Reshard the unit if no
-        other gradient needs its weights."""
+        """Called when the gradients of all inputs of call number ``call`` of ``unit`` have arrived. Reshard the unit if
+        no other gradient needs its weights."""
         unit.calls.discard(call)
         self._maybe_reshard(unit)
 
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
         """Pass the gradient of the parameter at ``slot`` to the reducer, and reshard ``unit`` after its last gradient.
-        ``shown``: users have hooks that got ``grad``. Raises RuntimeError if torch without the engine would have passed
-        to these hooks the sum with an earlier gradient."""
+        ``shown``: users have hooks that got ``grad``. Raises RuntimeError if these hooks would, without the engine,
+        have got the sum of ``grad`` and an earlier gradient."""
         # Not ``outside_autograd``: this runs for every parameter, and the callees use it where it matters.
         self.backward_begins()
         if shown and slot in self.reducer.grads[bucket].used:

@@ -71,7 +71,7 @@ class UnitForward:
         self._put()
 
     def put_around(self, around: Around) -> None:
-        """From now on call ``around(self, args, kwargs)`` as the forward. ``around`` must call :attr:`inner`."""
+        """Use ``around(self, args, kwargs)`` as the forward from now on. ``around`` must call :attr:`inner`."""
         self._around = around
         self._put()
 
@@ -100,8 +100,8 @@ KEPT = 1 << 20  # bytes of a buffer of which a call always keeps the value of be
 
 class StateReplay:
     """Prevents recomputed forwards from changing a module's buffers and frozen parameters (codebooks, averages) a
-    second time: a recomputation uses copies of the values from before the first forward. To find changed tensors,
-    calls 1, 2, 4, 8, ... compare values (see [Note: checksums of writes]). Each call saves small buffers."""
+    second time: a recomputation uses copies of the values from before the first forward. To find changed tensors, calls
+    1, 2, 4, 8, ... compare values (see [Note: checksums of writes]). Values of small buffers are saved in each call."""
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [inner for inner in module.modules() if inner._buffers or inner._parameters]
@@ -299,9 +299,9 @@ class _InputsOfBlock:
 
 
 def without_empty_caches(block: type, args: Args, kwargs: Kwargs) -> Given:
-    """Return the arguments of a ``block`` with None in place of empty key-value caches of transformers. Unless called
-    with ``use_cache=False``, models create a cache in each call, and a recomputation would extend it a second time.
-    transformers' own checkpointing replaces caches too, except for blocks that only read a cache."""
+    """Return the arguments of a call of ``block`` with None in place of empty key-value caches of transformers. Unless
+    called with ``use_cache=False``, models create a cache in each call, and a recomputation would extend it a second
+    time. transformers' own checkpointing replaces caches too, except for blocks that only read a cache."""
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
     if getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs

@@ -1,8 +1,8 @@
 """Gathers weights that autograd has saved, when a backward reads the saved weights.
 
 Saved-tensor hooks pack a saved view of a weight together with its unit: see [Note: freed storage and autograd's views].
-Autograd unpacks the view just before a kernel reads the view, and unpacking gathers the unit. torch does not check
-tensors that hooks have packed for in-place changes; this file does.
+Autograd unpacks the view just before a kernel reads the view, and unpacking gathers the unit. torch does not look for
+in-place changes of tensors that hooks have packed; this file does.
 
 [Note: weak references and graphs]
 The garbage collector does not see objects that autograd holds: packed tensors, hooks, `param.grad`, callbacks of a
@@ -103,7 +103,7 @@ class SavedWeights:
         return lambda tensor: self._pack_inside(tensor, pack, unpack), self._unpack
 
     def owner_of(self, tensor: Tensor) -> Unit | None:
-        """Return the unit that is dropped after use and whose buffer has the memory of ``tensor``; None if none is."""
+        """Return the unit, dropped after use, whose buffer has the memory of ``tensor``; None if there is none."""
         try:
             # Of a DTensor over a split parameter, the tensor inside.
             return self._unit_of.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)

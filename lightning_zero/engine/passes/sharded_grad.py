@@ -48,7 +48,7 @@ Number = Tensor | float | None
 
 
 class Owner(Protocol):
-    """The interface of the object that has the gradients of one engine; implemented in ``sharded_grads.py``."""
+    """The interface of the object that manages the gradients of one engine; implemented in ``sharded_grads.py``."""
 
     norms: GradNorms
 
@@ -59,7 +59,7 @@ class Owner(Protocol):
 
 
 class _View(NamedTuple):
-    """The data of a view: a :class:`ShardedGrad` that shows a part of another one."""
+    """The data of a :class:`ShardedGrad` that is a view of another :class:`ShardedGrad`."""
 
     of: ShardedGrad
     whole: Tensor  # the gathered gradient
@@ -265,9 +265,9 @@ def stale(fqn: str) -> RuntimeError:
 class LazyNorm(Tensor):
     """The norm of a gradient (0-d), or stacked norms of several gradients, computed only when an operation uses them.
 
-    ``get_total_norm`` takes the norm of each gradient, stacks the norms and takes the norm of the stack. Single norms
-    cost an exchange for which the host waits. So inside ``get_total_norm`` each norm is a LazyNorm, and the norm of the
-    stack is :meth:`GradNorms.total`: one message, no host wait, and the bits of ``lightning_zero.clip_grad_norm_``."""
+    ``get_total_norm`` stacks the norms of all gradients and takes the norm of the stack. Single norms cost an exchange
+    for which the host waits. So inside ``get_total_norm`` each norm is a LazyNorm, and the norm of the stack comes from
+    :meth:`GradNorms.total`: one message, no host wait, and the same bits as ``lightning_zero.clip_grad_norm_``."""
 
     grads: Sequence[ShardedGrad]
     norm_type: float

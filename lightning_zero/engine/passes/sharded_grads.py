@@ -54,8 +54,8 @@ class ShardedGrads:
 
     @contextlib.contextmanager
     def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
-        """Context manager in which ``param.grad`` of ``infos`` is None. The engine does not treat gradients as cleared.
-        On exit restore each ``param.grad``."""
+        """Context manager in which ``param.grad`` of ``infos`` is None. The engine does not treat these gradients as
+        cleared. On exit restore each ``param.grad``."""
         kept = [(info.param, info.param.grad) for info in infos]
         self._aside = True
         try:
@@ -113,8 +113,8 @@ class ShardedGrads:
 
     def forget_cleared(self, *, takes: bool = False) -> None:
         """Drop the stored gradients of parameters whose ``param.grad`` users have set to None or to another tensor.
-        With ``takes``, store these other tensors as gradients; this is collective if there are any. Raises RuntimeError
-        if users have assigned a :class:`ShardedGrad` that was cleared before."""
+        With ``takes``, store such tensors as gradients, which is collective if there are any. Raises RuntimeError if
+        users have assigned a :class:`ShardedGrad` that was cleared before."""
         assigned: list[tuple[Place, Tensor]] = []
         for bucket, grads in () if self._aside else self._grads.items():
             cleared, is_plain = [], bucket.shown is Shown.PLAIN
@@ -201,8 +201,8 @@ class ShardedGrads:
     @outside_autograd
     def change(self, grad: ShardedGrad, method: str, numbers: Sequence[Number]) -> None:
         """Apply the in-place tensor method named ``method``, with arguments ``numbers`` (numbers or 0-d tensors), to
-        this rank's fragment of ``grad``. Raises RuntimeError after a backward that raised, or if the gradient is not
-        reduced yet and ``method`` does more than multiply by a number or zero."""
+        this rank's fragment of ``grad``. Raises RuntimeError after a backward that raised and, at stages 2 and 3, if
+        gradients are not reduced yet, unless ``method`` is ``zero_`` or multiplies or divides by a number."""
         info = grad.info
         bucket = self._bucket_of[id(info.param)]
         self._forget_failed()
@@ -258,8 +258,8 @@ class ShardedGrads:
         return values
 
     def _local(self, info: ParamInfo) -> Tensor | None:
-        """If the gradient of this parameter is not reduced yet, return this rank's unreduced gradient, a view of the
-        local buffer; otherwise return None. Raises RuntimeError if the gradient is only partly reduced."""
+        """At stages 0 and 1, if the gradient of this parameter is not reduced yet, return this rank's gradient, a view
+        of the local buffer; otherwise return None. Raises RuntimeError if the gradient is only partly reduced."""
         bucket = self._bucket_of[id(info.param)]
         if not (self._reducer.unreduced and bucket.plan.accumulates_locally):
             return None
@@ -271,7 +271,7 @@ class ShardedGrads:
     @outside_autograd
     def write(self, info: ParamInfo, values: Tensor) -> None:
         """Replace one gradient by ``values``, a whole gradient as in DDP's ``param.grad``. Each rank stores its
-        fragment. Raises RuntimeError if gradients are not reduced yet at stages 2 and 3, and elements change to values
+        fragment. At stages 2 and 3 raises RuntimeError if gradients are not reduced yet and elements change to values
         other than 0. This check is collective."""
         bucket, scale = self._bucket_of[id(info.param)], self._reducer.shown_scale(id(info.param))
         self._changed()
@@ -305,12 +305,12 @@ class ShardedGrads:
         return norm
 
     def scale(self, places: Iterable[Place], factor: Tensor) -> None:
-        """Multiply the gradients at ``places`` by ``factor`` (0-d, on the device), equal on all ranks."""
+        """Multiply the gradients at ``places`` by ``factor`` (0-d, on the device, equal on all ranks)."""
         streams = self._reducer.comm.streams
         on_host = functools.cache(lambda: streams.to_host(factor))
 
         def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
-            """Return whether the bucket's offloaded step will scale the gradient, without a wait of the host."""
+            """Return whether the bucket's offloaded step will scale the gradient, so that the host need not wait."""
             return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
 
         grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))
@@ -330,8 +330,8 @@ class ShardedGrads:
     def _shards_of(
         self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
     ) -> list[Tensor]:
-        """Return views of the elements that this rank owns of the reduced gradients at ``places``. Skip a bucket if
-        ``but(bucket, slots)`` returns True."""
+        """Return views of this rank's elements of the reduced gradients at ``places``. Skip a bucket if ``but(bucket,
+        slots)`` returns True."""
         places = [] if self._aside else list(places)
         self.finish_pending()
         refuse_whole(places)
@@ -354,8 +354,8 @@ class ShardedGrads:
 
     def overflowed(self, places: Iterable[Place]) -> bool:
         """Return whether any rank has a non-finite gradient at ``places``, the parameters of an optimizer that is about
-        to step. The caller then skips the step. Reads each gradient on its tier. Collective. Raises RuntimeError on all
-        ranks if ``zero.optimizer.skip_nonfinite`` steps in a row have to be skipped."""
+        to step. If so, the caller must skip the step. Reads each gradient on its tier. Collective. Raises RuntimeError
+        on all ranks when the number of steps skipped in a row reaches ``zero.optimizer.skip_nonfinite``."""
         if self._aside:
             return False
         places = list(places)

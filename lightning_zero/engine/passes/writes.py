@@ -72,7 +72,7 @@ def checksum_on_device(values: Tensor, first: int = 0, split: Split | None = Non
 
 
 def checksum_of_buffer(buffer: Tensor) -> int:
-    """Return the checksum of a flat ``buffer`` of a multiple of eight bytes. Faster than :func:`checksum`."""
+    """Return a checksum of a flat ``buffer`` of 8 * n bytes. It is faster and differs from that of :func:`checksum`."""
     return checksum(buffer.detach().view(torch.int64))
 
 
@@ -191,8 +191,8 @@ class Writes:
             )
 
     def _written_late(self, bucket: Bucket) -> list[ParamInfo]:
-        """Return the parameters that users have written to between steps through a result of ``.data`` from a step.
-        Their gathered values differ from values that are cast from the masters."""
+        """Return the parameters that users have written to between steps, through a tensor that ``.data`` returned in a
+        step. Their gathered values differ from values that are cast from the masters."""
         known = {info: self._read.get((self._number[bucket], info.slot), ()) for info in bucket.params}
         held = [info for info, read in known.items() if any(reference() is not None for reference in read)]
         if not held:
@@ -259,8 +259,8 @@ class Writes:
             bucket.show(gathered=True)
 
     def take_assigned(self) -> None:
-        """At the end of a pass, copy values that users have assigned to ``.data`` in the pass to the masters. Point the
-        parameters at the full buffer again."""
+        """At the end of a pass, update the masters with the values that users have assigned to ``.data`` in the pass.
+        Point the parameters at the full buffer again."""
         for bucket in self._buckets:
             if not bucket.assigned:
                 continue
@@ -323,8 +323,8 @@ class Writes:
 
     def confirm(self) -> None:
         """Compare the values that ranks have written to parameters. Raise RuntimeError on all ranks if values differ.
-        If only other ranks have noticed a write to a parameter, first copy this rank's values of it to the masters.
-        Collective."""
+        If only other ranks have noticed a write to a parameter, first copy this rank's values of the parameter to the
+        masters. Collective."""
         written = self._comm.all_gather_objects(list(self.unconfirmed), "what was written to parameters")
         keys = sorted({key for found in written for key in found})
         # A message of the user's own (``dist.broadcast(weight, 0)``) changes no version: take over what it has written
@@ -367,9 +367,9 @@ class Writes:
 
 class BufferSync:
     """Detects changes of a module's buffers on any rank, and sends rank 0's buffers after a change. A write through
-    ``.data`` does not increment the version, so checksums are compared too: of buffers of a few MB before every step,
-    of larger ones before training steps 1, 2, 4, 8, ... and evaluations. After checksums have differed once, buffers
-    are sent every time. A buffer whose shape differs between ranks keeps each rank's values."""
+    ``.data`` does not increment the version, so checksums are compared too: of buffers up to 4 MiB before every step,
+    of larger buffers before training steps 1, 2, 4, 8, ... and evaluations. After checksums have differed once, buffers
+    are sent every time. A buffer whose shape or dtype differs between ranks is not sent."""
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
         self._module, self._comm = ref(module), comm
@@ -440,7 +440,7 @@ class BufferSync:
 
 
 def _checksums(buffers: Sequence[tuple[Tensor, int]]) -> list[int]:
-    """Return the checksum of each buffer of (buffer, version) pairs, with one wait for the device."""
+    """Return the checksum of the buffer in each (buffer, version) pair, with one wait for the device."""
     found: list[int] = torch.stack([checksum_on_device(b) for b, _ in buffers]).tolist() if buffers else []
     return found
 

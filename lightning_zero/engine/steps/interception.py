@@ -49,9 +49,9 @@ class Stepping:
 
 
 def run_methods_by(run: Callable[[str, Callable[..., object]], object], optimizer: Optimizer) -> None:
-    """Let methods :data:`OUTSIDE_STEP` of `optimizer` call the bound method `run` with their name and the function of
-    the class, also if a wrapper that inherits from the class calls them (Lightning's). `run` is not kept alive: without
-    its object the methods are those of the class."""
+    """Make the methods :data:`OUTSIDE_STEP` of `optimizer` call `run(name, function)`, where `function(optimizer)`
+    calls the method of the class. Wrappers that inherit from the class (Lightning's) call `run` too. The object of the
+    bound method `run` is not kept alive: without it the methods are those of the class."""
     kind, reference = type(optimizer), WeakMethod(run)
 
     def replaced(name: str) -> Callable[[Optimizer], object]:
@@ -85,7 +85,7 @@ def load_state_dict(self: Optimizer, state_dict: State) -> None:
 
 
 class StateBySlice(defaultdict[Tensor, State]):
-    """The `state` of an optimizer class of torch. Keys are slices of masters, or tensors that are stepped whole."""
+    """The `state` dict of an optimizer of torch. Keys are slices of masters, or tensors that are stepped whole."""
 
     around: Callable[[], AroundStep | None] = staticmethod(lambda: None)  # copies have none
     cleared = False
@@ -124,8 +124,8 @@ class AroundStep:
     @outside_autograd
     def begins(self, places: Sequence[Place], what: str = "step") -> None:
         """Wait for earlier steps and gathers, and copy users' writes into the masters, before a step. Collective.
-        Raises RuntimeError inside `gather()`, between Trainer runs, and while unreduced gradients wait for a
-        backward."""
+        Raises RuntimeError inside `gather()`, between Trainer runs, and if gradients at `places` are not completely
+        reduced."""
         if self.passes.hooks.idle:
             raise RuntimeError(
                 f"optimizer.{what}() between runs: the module is whole, each rank has a copy of its own, and this "

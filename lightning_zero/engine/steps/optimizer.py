@@ -136,8 +136,8 @@ class Stepper(ABC):
         return result
 
     def _pop_states(self) -> dict[tuple[Bucket, int], State]:
-        """Remove the optimizer's state of whole parameters (from earlier steps or its constructor). Return the state of
-        each parameter that has any, by (bucket, slot)."""
+        """Remove from the optimizer the state of whole parameters, made in earlier steps or its constructor. Return
+        {(bucket, slot): state} for parameters that have any."""
         states = {
             (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
             for places in self.places()
@@ -258,22 +258,22 @@ class Stepper(ABC):
 
     @abstractmethod
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        """Yield the bytes of each state tensor that this rank has for `bucket`; none before the first step."""
+        """Yield the bytes of each state tensor that this rank has for `bucket` (before the first step it has none)."""
 
     @abstractmethod
     def state_to_come(self, tier: Tier) -> int:
-        """Return the bytes that this rank's optimizer state will take on `tier`, as known before the first step."""
+        """Return how many bytes this rank's optimizer state will take on `tier`, as known before the first step."""
 
     def states_per_element(self) -> int:
         """Return the number of state tensors as large as the masters; 0 if the optimizer's class is unknown."""
         return 0
 
     def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
-        """Return the bytes of this rank's state of whole-stepped parameters under `plan` (None: the present plan)."""
+        """Return the bytes of this rank's state of parameters stepped whole, under `plan` (None: the present plan)."""
         return 0
 
     def step_peak(self) -> int:
-        """Return the most bytes of temporary device memory that a step needs beside this rank's shards."""
+        """Return the peak bytes of temporary device memory that a step needs in addition to the shards."""
         return 0
 
 

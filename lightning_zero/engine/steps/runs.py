@@ -199,7 +199,7 @@ class Runs:
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
         """Replace all optimizer state by this rank's part of `states`, which has whole tensors and plain values.
-        Existing tensors for the same elements are reused, so that two sets are never in memory."""
+        Existing tensors for the same elements are reused, so that memory never holds both old and new state."""
         self._steps = {key: steps_in(state) for key, state in states.items()}
         for bucket, groups in groups_of.items():
             if not bucket.plan.trainable and any((bucket, slot) in states for slot in groups):
@@ -223,7 +223,7 @@ class Runs:
             )
 
     def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, State] | None) -> None:
-        """Fill the bucket's runs. ``held``: state tensors to reuse; None: ``states`` have the optimizer's dtypes."""
+        """Fill the runs' state. ``held``: state tensors to reuse; None: ``states`` are in the optimizer's dtypes."""
         with opened(bucket.storage, changed=True):
             for run in self.runs_of(bucket):
                 self._fill_state(run, states, None if held is None else held.pop(run.tensor, {}))

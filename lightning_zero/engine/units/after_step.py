@@ -11,7 +11,7 @@ The next backward, and every read of masters or gradients, waits for all steps.
 
 A *param sync* all-gathers a bucket whose compute parameters are replicated and whose masters are not (stages 1 and 2,
 and offload). All ranks issue param syncs in the order of units, each after its bucket's step. A sync writes to memory
-that views kept by users (`weight.detach()`) share. The engine cannot notice reads of such views, so `step()` waits for
+that users' views (`weight.detach()`) may share. The engine cannot notice reads of such views, so `step()` waits for
 syncs of viewed buckets. All ranks must wait, or none: a rank that does not wait may enter a collective of the user's
 before it issues its syncs, and the ranks would wait for each other for ever.
 
@@ -53,9 +53,9 @@ class StepJob(NamedTuple):
 
 
 def threads_of_steps(cores: int, *, beside_device: bool) -> int:
-    """Return the number of threads for a rank's offloaded steps. Of more than 2 cores, one is left for transfers. If
-    `beside_device` (training on a GPU) and there are more than 6 cores, three are left: for the main thread and the
-    threads of autograd and NCCL."""
+    """Return the number of threads for a rank's offloaded steps. With more than 2 cores, one core is left for
+    transfers. When training on a GPU (`beside_device`) with more than 6 cores, three cores are left, for the main
+    thread and the threads of autograd and NCCL."""
     return cores - (3 if beside_device and cores > 6 else 1 if cores > 2 else 0)
 
 
@@ -72,7 +72,7 @@ class StepWorker:
         self._lock = threading.Lock()
 
     def submit(self, jobs: Iterable[StepJob], event: Event) -> None:
-        """Queue `jobs`, each of which completes its bucket's `awaited_step`. Jobs write to the GPU after `event`."""
+        """Queue `jobs`, which complete their buckets' `awaited_step`. Jobs write to the GPU only after `event`."""
         # Before the worker sees the jobs: when this returns, every gather of these buckets waits for its step.
         queued = [job._replace(future=job.bucket.awaited_step.announce(event)) for job in jobs]
         if not queued:
@@ -91,7 +91,7 @@ class StepWorker:
             self._fail(self._error)
 
     def _next_job(self, *, or_stop: bool = False) -> StepJob | None:
-        """Return the next job, or None if no job is queued. `or_stop`: if there is none, also record that the thread
+        """Return the next job, or None if no job is queued. `or_stop`: if no job is queued, also record that the thread
         stops, so that the next call of :meth:`submit` starts a thread."""
         with self._lock:
             self._running = bool(self._waiting) or not or_stop
@@ -187,8 +187,8 @@ class AfterStep:
         self._viewed &= self._references.keys()
 
     def _refers_more(self, buckets: Iterable[Bucket]) -> set[Bucket]:
-        """Return those of `buckets` to which there are more references than were counted. Wait a moment for fewer: a
-        thread of gloo drops a message only after it has reported the end of the message."""
+        """Return those `buckets` whose memory has more references than were counted. First wait a moment for references
+        to end, because a thread of gloo drops a message only after it has reported the end of the message."""
         deadline = time.monotonic() + DROPPED_S
         more = set(buckets)
         while more := {bucket for bucket in more if self._referring(bucket) > self._references[bucket]}:
@@ -251,8 +251,8 @@ class AfterStep:
             unit.unshard_wait()
 
     def sync_params(self, needed: Unit | None = None) -> None:
-        """Issue the pending param syncs whose steps have ended. Up to and including the unit `needed`, first wait for
-        the steps. All ranks issue syncs in the order of units; how many one call issues can differ between ranks."""
+        """Issue the pending param syncs whose steps have ended, after a wait for the steps of units up to and including
+        `needed`. All ranks issue syncs in the order of units; how many one call issues can differ between ranks."""
         if self.failed is not None:
             raise self.failed
         if not self._pending_syncs:
@@ -274,7 +274,7 @@ class AfterStep:
     @outside_autograd
     def go_on(self) -> bool:
         """Issue the pending param syncs whose steps have ended. Called while this rank waits for other ranks. Return
-        whether a later call has syncs to issue. Return False if a step has failed or this rank is issuing syncs."""
+        whether syncs are left for a later call; False if a step has failed or this rank is issuing syncs."""
         if self.failed is not None or self._issuing:
             return False
         # Do not raise a failed step's error here: each raise adds to its traceback, which then holds whoever waits.

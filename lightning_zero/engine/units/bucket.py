@@ -189,7 +189,7 @@ class Bucket:
 
     @property
     def grad(self) -> Tensor | None:
-        """Return the reduced gradient [owned numel] in grad_dtype, or None. Waits for a copy to host memory."""
+        """Return the reduced gradient [owned numel] in grad_dtype, or None. Waits for its copy to the host."""
         return self.grad_store.value
 
     def grad_fragment(self, slot: int) -> GradFragment | None:
@@ -215,7 +215,7 @@ class Bucket:
 
     def fill(self, values: Tensor) -> None:
         """Make the master storage, the gradient store and the parameter store. `values` [owned numel]: the masters. The
-        storage may use their memory."""
+        storage may use the memory of `values`."""
         self.comm.streams.change()
         self._make_storage(values, taken=True)
         self._make_grad_store()
@@ -311,8 +311,8 @@ class Bucket:
 
     def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
         """After :meth:`rest_as` with the same `values`, point the parameters at gathered values or placeholders.
-        Collective. `came_whole`: the full buffer already had all compute parameters before `rest_as`, so none are
-        gathered."""
+        Collective. `came_whole`: the full buffer already had all compute parameters before `rest_as`, so this method
+        gathers none."""
         if not self.plan.reshards and not came_whole:
             self.share(values)
         self.show(gathered=not self.plan.reshards)
@@ -372,7 +372,7 @@ class Bucket:
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
         """Write this rank's elements of `value`, a whole parameter, to the masters and to the slice kept for the node.
         `before` [owned numel]: this rank's compute parameters before the write. Masters do not change where `value`
-        equals `before`, because the rounded values of `before` would reduce their precision."""
+        equals `before`, because `before` has rounded values, which are less precise."""
         self.node_shard.write(info, self.layout.slots[info.slot].start, value)
         with opened(self.storage, changed=True) as master:
             for fragment in self.owned_fragments():

@@ -120,13 +120,13 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def kinds_of(buffers: Iterable[tuple[str, Tensor]]) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return names, shapes and dtypes of the named ``buffers`` that have elements."""
+    """Return (name, shape, dtype) of each of the named ``buffers`` that has elements."""
     return [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers if buffer.numel()]
 
 
 def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
     """Move all buffers to the engine's device, cast floating-point buffers to `dtype` (None: no cast), and give all
-    ranks rank 0's values. A buffer whose shape or dtype differs between ranks keeps each rank's values. Collective."""
+    ranks rank 0's values. A buffer whose shape or dtype differs between ranks is not sent. Collective."""
     moved: dict[int, Tensor] = {}
     table = comm.all_gather_objects(kinds_of(module.named_buffers()), "which buffers ranks have")
     everywhere = {name for name, *_ in set(table[0]).intersection(*table)}
@@ -156,8 +156,8 @@ def build_units(
     tiers: Tiers,
     sources: Mapping[str, Tensor],
 ) -> list[Unit]:
-    """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective. `plans`:
-    one for each bucket, in the order of `groups`. `sources`: first values by name; each rank reads its own parts only.
+    """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective. `plans`: a
+    plan for each bucket, in the order of `groups`. `sources`: first values by name; each rank reads its own parts only.
     Raises ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on any
     rank."""
     names = {group.name for group in groups if group.name}

@@ -62,7 +62,7 @@ def make_tiers(
     each bucket. Collective.
 
     Args:
-        instances: file tier numbers in use.
+        instances: the numbers of file tiers in use.
         share: this rank's part of its machine.
         before: the present tiers, in a restage. Their host memory and files are reused.
         held_by: in a restage, what each bucket holds on these tiers, in the order of ``groups``.
@@ -255,7 +255,7 @@ def check_free_memory(
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
     """Return a byte budget for each tier, equal on all ranks. Collective. A budget that the user does not set is
-    computed from the rank with the fewest free bytes. `held`: bytes in use that count as free."""
+    computed from the rank with the fewest free bytes. `held`: bytes in use, which count as free."""
     # Equal, because budgets decide which units rest on which tier: with other tiers a rank would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
     disk = shutil.disk_usage(path).free // on_disk if path else 0
@@ -303,8 +303,8 @@ def find_ranks(
 
 
 def _sum(buckets: Iterable[tuple[BucketPlan, int, int]], moment: Moment = Moment.cleared) -> memory.Bytes:
-    """Sum this rank's bytes at `moment`, by role and tier. `buckets` has (plan, number of sharded state tensors, bytes
-    of state that is not sharded)."""
+    """Sum this rank's bytes at `moment`, by role and tier. `buckets` yields (plan, number of sharded state tensors,
+    bytes of state that is not sharded)."""
     total: memory.Bytes = Counter()
     for plan, states, more in buckets:
         total[Role.optim_state, plan.tiers.master] += more

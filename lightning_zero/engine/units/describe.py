@@ -53,7 +53,7 @@ class BucketGroup:
 
     @property
     def parts(self) -> int:
-        """Return the number of ranks among which tensor or expert parallelism splits the parameters; 1: not split."""
+        """Return over how many ranks tensor or expert parallelism splits the parameters; 1 if it does not."""
         split = self.params[0].split
         return split.parts if split is not None else 1
 
@@ -281,7 +281,7 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Check that all ranks have equal parameters in the same order, and use rank 0's strides on all ranks. Collective.
+    """Check that parameters' names, shapes, dtypes and order are equal on all ranks. Use rank 0's strides. Collective.
     `group`: all ranks of the engine (None: one rank). Raises ConfigError on all ranks with the first difference."""
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [(_describe(u, info), info.saved_strides) for u in units for bucket in u.buckets for info in bucket.params]
@@ -300,7 +300,7 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
 
 
 def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Raise ConfigError unless all ranks have the same `names` of tensors that have first values. Collective."""
+    """Raise ConfigError unless the `names` of tensors that have first values are equal on all ranks. Collective."""
     table: list[list[str]] | None = gather_if_unequal(group, sorted(names), waits, "names of first values")
     if table is None:
         return

@@ -92,18 +92,18 @@ class GradStore:
         return None
 
     def all_finite(self) -> Tensor | None:
-        """Return whether all elements are finite [0-d] if that was computed before the copy to the host, else None."""
+        """Return whether all elements are finite [0-d]; None if that was not computed before the copy to the host."""
         return None
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
-        """Return True if the store will multiply the gradient by `factor()` at the gradient's next use; False if the
-        caller must multiply now."""
+        """Return True if the store will multiply the gradient by `factor()` at the gradient's next use, or False if the
+        caller must multiply it now."""
         return False
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Norms and finite check of a gradient, computed before its copy to the host. Valid until the gradient changes."""
+    """The norms and finiteness of a gradient, found before its copy to the host. Valid until the gradient changes."""
 
     version: int = -1  # of the gradient's memory
     norms: dict[float, Tensor] = field(default_factory=dict)

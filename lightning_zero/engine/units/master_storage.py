@@ -73,7 +73,7 @@ class Tiers:
 
 class MasterStorage:
     """Holds a bucket's masters [owned numel] and optimizer state on a tier. `master`: the masters, readable while the
-    storage is open. `changes`: replaced by another object whenever the masters may have changed."""
+    storage is open. `changes`: an object that is replaced whenever the masters may have changed."""
 
     keeps_state = False  # `attach_state` moves state to the tier
 
@@ -95,7 +95,7 @@ class MasterStorage:
         copy_cast(self.master, target)
 
     def read_until(self, event: Event) -> None:
-        """Record that a stream reads the masters until `event`. Later writes wait for the event. None: no reads."""
+        """Record that a stream reads the masters until `event` (None: it does not). Later writes wait for the event."""
 
     def lend(self, reading: Future[None]) -> None:
         """Record that another thread reads the tensors until the future `reading` is done. Later writes wait for this
@@ -148,7 +148,7 @@ class ResidentStorage(MasterStorage):
 
 
 class HostStorage(ResidentStorage):
-    """A storage in the host tier's memory, always readable. Its masters are a copy of `values`, on CPU too."""
+    """A storage in the host tier's memory, always readable. Its masters are always a copy of `values`."""
 
     keeps_state = True
 
@@ -172,7 +172,7 @@ class HostStorage(ResidentStorage):
         self._reads = event
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move new tensors in `states` into the host tier's memory. They stay the same tensor objects."""
+        """Move new tensors in `states` into the host tier's memory. The tensors stay the same objects."""
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
@@ -335,7 +335,7 @@ class FileStorage(MasterStorage):
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
         """Assign an extent (a range in the files) to each tensor. Reuse extents of this storage that have the same size
-        and dtype, and free other ones."""
+        and dtype, and free the others."""
         spare = list(self._extents)
         self._extents, self._tensors = [], list(tensors)
         for tensor in self._tensors:

@@ -60,7 +60,7 @@ _delete_grad = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
 
 
 class Owner(Protocol):
-    """The interface of an engine that parameters call when users' code reads or writes them."""
+    """The interface of the engine's object that parameters call when users' code reads or writes them."""
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
         """Gather `params`, of which some are placeholders. Then return `run()`, the result of the user's `operation`.
@@ -83,7 +83,7 @@ class Owner(Protocol):
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """Called for `param.data = value`. Write `value` to the masters and return True; False if torch must assign."""
+        """Called for `param.data = value`. Return whether `value` was written to the masters; if not, torch assigns."""
         ...
 
 
@@ -333,7 +333,7 @@ class ParamInfo:
 
     @property
     def saved_shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole tensor, of which this rank may have a part."""
+        """Return the shape of the whole tensor, of which this rank may have only a part."""
         return self.split.shape if self.split is not None else tuple(self.shape)
 
     @property

@@ -108,7 +108,7 @@ class NodeShard:
             self.values.copy_(full[self._range])
 
     def write(self, info: ParamInfo, start: int, value: Tensor) -> None:
-        """Write `value`, a whole parameter whose first element in the bucket is `start`, to the kept slice, if any."""
+        """Write `value`, a whole parameter that begins at element `start` of the bucket, to the kept slice, if any."""
         first, last = max(self._range.start, start), min(self._range.stop, start + info.numel)
         if self.values is not None and first < last:
             low = self._range.start
@@ -225,7 +225,7 @@ class FileShard(ParamStore):
         self._tier.free([self._extent])
 
     def _drop(self) -> None:
-        """End a read ahead, if any, and return its buffer: its values were used, or the file will change."""
+        """End a read-ahead, if any, and return its buffer, because its values were used or the file will change."""
         if self._reading is not None:
             # `exception` waits without raising: the tier's threads write to the staged memory until then.
             self._reading.exception()

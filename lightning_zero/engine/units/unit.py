@@ -185,7 +185,7 @@ class Unit:
 
     def forget_node_slices(self) -> None:
         """Free the slices that buckets keep for the node, because masters have changed or the pass has ended. All ranks
-        call this at the same point of the order of gathers."""
+        must call this at the same point in the order of gathers."""
         self.gathers_in_node = False
         for bucket in self.buckets:
             bucket.node_shard.values = None

@@ -51,7 +51,7 @@ Follow = Callable[[int, Move], None]  # called with a bucket's index and move, t
 
 @outside_autograd
 def restage(engine: Core, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
-    """Move all buckets to ``config``: see ``Engine.restage``. ``instances``: numbers of used file tiers. Collective."""
+    """Move all buckets to ``config``: see ``Engine.restage``. ``instances``: file tier numbers in use. Collective."""
     if not _agree(engine, config):
         return
     for sharded in engine.optimizers:

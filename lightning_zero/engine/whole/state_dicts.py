@@ -285,7 +285,7 @@ class _CopyIntoShards(TorchFunctionMode):
         return {fqn: info.param._version - info.version for fqn, info in _infos(self.engine).items()}
 
     def refuse_writes(self) -> None:
-        """Raise RuntimeError if a hook of the load has written to a parameter in place: that write would be lost."""
+        """Raise RuntimeError if a hook of the load has written to a parameter in place: the write would be lost."""
         written = [fqn for fqn, version in self._users_versions().items() if version != self._versions[fqn]]
         if written:
             raise RuntimeError(
@@ -389,8 +389,8 @@ def versioned(entries: Saved, of: object) -> State:
 
 
 def keeping_frozen(module: nn.Module, state: Saved) -> State:
-    """Return ``state`` with a :class:`KeptTensor` for each frozen parameter that it lacks. A load keeps the values of
-    these parameters."""
+    """Return ``state`` with a :class:`KeptTensor` for each frozen parameter that ``state`` lacks. A load keeps the
+    values of these parameters."""
     params = module.named_parameters(remove_duplicate=False)
     lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
     return versioned({**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}, state)
@@ -398,7 +398,7 @@ def keeping_frozen(module: nn.Module, state: Saved) -> State:
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Core) -> Iterator[_CopyIntoShards]:
-    """Context manager in which ``module.load_state_dict`` writes to shards. Ranks must load the same. Collective."""
+    """Context manager: ``module.load_state_dict`` writes to shards. Ranks must load the same values. Collective."""
     engine.passes.wait_for_all()
     # First, because earlier writes of the user, if taken over later, would replace the loaded values.
     engine.passes.writes.take_all_over()
@@ -415,7 +415,7 @@ def loading_into_shards(engine: Core) -> Iterator[_CopyIntoShards]:
 
 
 def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> None:
-    """Load a full optimizer ``state_dict()`` into shards. Raise a ConfigError if param groups differ. Collective."""
+    """Load an optimizer's full state dict into shards. Raise ConfigError if its param groups do not fit. Collective."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
     check_optimizer(engine, optimizer, state, "the checkpoint")
@@ -429,7 +429,7 @@ def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> No
 
 
 def check_optimizer(engine: Core, optimizer: Optimizer, state: Saved, what: str) -> None:
-    """Raise a ConfigError if :func:`load_optimizer_state` would refuse ``state``. ``what``: a name of its source."""
+    """Raise a ConfigError if :func:`load_optimizer_state` would refuse ``state``. ``what``: a name for its source."""
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__

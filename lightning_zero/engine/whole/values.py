@@ -62,8 +62,8 @@ class Range(NamedTuple):
 
 
 def own_parts(engine: Core, copies: Copies | None = None) -> Iterator[Part]:
-    """Yield the parts of :func:`own_fragments`, with ``start`` relative to the whole tensor. For this, parts of tensors
-    that tensor or expert parallelism splits are cut again."""
+    """Yield the parts of :func:`own_fragments`, with ``start`` relative to the whole tensor. If tensor or expert
+    parallelism splits a tensor, its parts are cut again for this."""
     for part in own_fragments(engine, copies):
         yield from in_whole(part, engine.buckets[part.value.bucket].params[part.value.slot].split)
 
@@ -176,8 +176,8 @@ def _whole(like: ParamInfo | Leaf) -> tuple[Sequence[int], Sequence[int]]:
 
 
 class FakeTensors:
-    """Makes tensors that have a shape and dtype but no values; a read of values raises. ``last``: an earlier object,
-    whose tensors are reused, because making a tensor takes 0.1 ms. ``made``: pairs (value, tensor in its place)."""
+    """Makes tensors with a shape and dtype but no values: reading values raises. ``last``: an earlier
+    :class:`FakeTensors`, whose tensors are reused (making one takes 0.1 ms). ``made``: pairs (value, its tensor)."""
 
     def __init__(self, last: FakeTensors | None = None) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -253,7 +253,7 @@ class TensorParts(Tensor):
 
 
 class OnRank0(TensorParts):
-    """A tensor without values. Other ranks have it in place of a tensor of a checkpoint that only rank 0 has."""
+    """A tensor without values, which ranks other than 0 have in place of a checkpoint's tensor that only rank 0 has."""
 
     _why = "rank 0 alone holds the tensors of a checkpoint that is one file"
     _instead = "Use values on rank 0 alone (if trainer.is_global_zero), or read parameters on all ranks"
@@ -265,7 +265,7 @@ class OnRank0(TensorParts):
 
 
 class Unsharded(NamedTuple):
-    """Wraps a value of optimizer state that is not sharded (such as a step count). Only this rank saves the value."""
+    """Wraps a value of optimizer state that is not sharded (a step count). Only the rank that has it saves it."""
 
     value: object
 

@@ -47,8 +47,8 @@ def take_writes_over(engine: Core) -> None:
 
 
 def take_shown_over(engine: Core) -> None:
-    """Before a save, do what :func:`take_writes_over` does, and also copy writes inside a gather() that has not ended.
-    Collective."""
+    """Before a save, do what :func:`take_writes_over` does, and also copy users' writes inside a gather() that has not
+    ended. Collective."""
     take_writes_over(engine)
     for write_back in engine.passes.writes.write_backs:
         write_back()
@@ -164,8 +164,8 @@ def _show_full(engine: Core, buckets: list[Bucket], grads: bool, shown: dict[Buc
 
 @outside_autograd
 def _write_back(engine: Core, shown: dict[Bucket, _Full], from_rank: int | None) -> None:
-    """Copy values that users have written inside gather() to the shards. Collective. Raises RuntimeError on all ranks,
-    and copies nothing, if written values differ between ranks."""
+    """Update the shards with users' writes inside gather(). Collective. Raises RuntimeError on all ranks, and copies
+    nothing, if written values differ between ranks."""
     changed = {bucket: _take_written(bucket, full, from_rank) for bucket, full in shown.items()}
     if from_rank is None:
         _compare(engine, shown)
@@ -180,7 +180,7 @@ def _write_back(engine: Core, shown: dict[Bucket, _Full], from_rank: int | None)
 
 
 def _take_written(bucket: Bucket, shown: _Full, from_rank: int | None) -> tuple[bool, bool]:
-    """Copy tensors that users have assigned to ``param.data`` and ``param.grad`` to ``shown``. With ``from_rank``
+    """Update ``shown`` with tensors that users have assigned to ``param.data`` and ``param.grad``. With ``from_rank``,
     broadcast that rank's values. Return (values have changed, gradients have changed) for this rank's shard."""
     full, full_grad = shown
     replaced = []
@@ -384,8 +384,8 @@ def show_again(engine: Core) -> bool:
 
 @outside_autograd
 def _take_over(engine: Core) -> None:
-    """If any rank has written to a parameter between runs, copy rank 0's values of it into the shards, like DDP, which
-    broadcasts rank 0's parameters at the start of a run. Collective."""
+    """If any rank has written to a parameter between runs, copy rank 0's values of the parameter into the shards. (DDP
+    too broadcasts rank 0's parameters at the start of a run.) Collective."""
     copy = engine.host_copy
     if copy is None or not copy.is_shown:
         return
@@ -467,7 +467,7 @@ def _hide(engine: Core, copy: HostCopy) -> None:
 
 @contextlib.contextmanager
 def set_aside(engine: Core) -> Iterator[None]:
-    """Context manager in which the module is sharded. On exit it becomes whole again if it was before. Collective."""
+    """Context manager in which the module is sharded. On exit the module becomes whole if it was before. Collective."""
     was_whole = shard_again(engine)
     try:
         yield
@@ -490,7 +490,7 @@ def check_free_memory(engine: Core) -> None:
 
 
 def check_free_memory_here(nbytes: int) -> None:
-    """Raise ConfigError if this host lacks ``nbytes`` for a copy of the module. Call before processes start."""
+    """Raise ConfigError if this host lacks ``nbytes`` for a copy of the module. Call before ranks' processes start."""
     _refuse(reason_not_to_fit(nbytes, available_host_memory(), "this host"))
 
 
