@@ -61,7 +61,7 @@ class Transport(Protocol):
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
     ) -> Sent:
         """Sum ``full`` [size * n] over ranks. The result is this rank's slice [n] of the sum. Collective. ``in_place``:
-        the sum may overwrite ``full``. ``total_dtype``: sum in this dtype (:func:`exchange`); None: that of
+        the sum may overwrite ``full``. ``total_dtype``: sum in this dtype, by :func:`exchange`; None: in that of
         ``full``."""
         ...
 
@@ -110,7 +110,7 @@ def _own(full: Tensor, among: Members) -> Tensor:
 
 
 def _queues(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is on a device: its messages are queued on a stream, and the host need not wait."""
+    """Return whether ``tensor`` is on a device, so that its messages are queued and the host need not wait."""
     return tensor.device.type != "cpu"
 
 

@@ -37,7 +37,7 @@ class Mailbox:
             self._store.set(f"{self._prefix}/{self._rank}", dumps(value))
 
     def collect(self, give_up: Callable[[list[int], float], str]) -> list[Any]:
-        """Wait on rank 0 for the messages of all ranks and return them in rank order. Meanwhile poll ``give_up(missing
+        """On rank 0, wait for the messages of all ranks and return them in rank order. Meanwhile poll ``give_up(missing
         ranks, seconds since the last message)``; if it returns a text, raise a RuntimeError with this text."""
         found: dict[int, Any] = {0: self._own}
         missing = list(range(1, self._world_size))
