@@ -1,5 +1,5 @@
 """Page-aligned host memory from ``mmap``, and a ring of staging buffers in it. O_DIRECT needs addresses that are
-multiples of the device's block size; multiples of ``PAGE`` are.
+multiples of the device's block size; multiples of ``PAGE`` suffice.
 
 A forked child (a data loader's worker) sees zeros in place of these pages (MADV_WIPEONFORK). If they were shared, a
 transfer in flight could write to the child's copy (open(2), notes on O_DIRECT), and pinned pages would be copied.

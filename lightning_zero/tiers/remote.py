@@ -52,7 +52,7 @@ class RemotePath:
 
     @property
     def _place(self) -> tuple[Any, str]:
-        """Return the fsspec file system and this path's key. The cache is cleared: other processes write too."""
+        """Return the fsspec file system, its cache cleared because other processes write too, and the path's key."""
         fs, key = url_to_fs(self._url)
         fs.invalidate_cache()
         return fs, key
