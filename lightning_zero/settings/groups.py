@@ -51,8 +51,7 @@ def check_rounding(stochastic: bool, precision: Precision) -> None:
 
 
 def check_state_dtype(state: StateDtype, precision: Precision) -> None:
-    """Raise ConfigError for bf16 optimizer state with two-byte masters, whose state has two bytes per element
-    anyway."""
+    """Raise ConfigError for bf16 optimizer state with two-byte masters, whose state has two bytes in any case."""
     if state is StateDtype.bf16 and precision in (Precision.bf16_true, Precision.fp16_true):
         raise ConfigError(
             "zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) with "
