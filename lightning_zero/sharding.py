@@ -59,7 +59,7 @@ def shard(
 ) -> Engine:
     """Shard ``module`` in place over the ranks of a process group, with rank 0's values. Return its engine. Collective.
 
-    Buffers that forwards change differ between ranks in your own loop; Trainer and Fabric broadcast rank 0's buffers.
+    In your own loop, buffers that forwards change can differ between ranks; Trainer and Fabric broadcast rank 0's.
 
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (default), or 0 .. 3.

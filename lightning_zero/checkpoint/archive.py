@@ -111,7 +111,7 @@ class Skeleton:
 
         Args:
             done: the pieces that all ranks have written.
-            may_have_gaps: returns, given a record's name, whether bytes of it may be unwritten, which count as zeros.
+            may_have_gaps: returns, given a record's name, whether bytes of it may be missing; these count as zeros.
         """
         found: dict[str, list[Piece]] = defaultdict(list)
         for piece in done:
@@ -139,9 +139,8 @@ class Skeleton:
 @contextlib.contextmanager
 def archive_at(target: Place, nbytes: int) -> Iterator[tuple[int, WriteAt]]:
     """Yield the descriptor of a new file for a :class:`Skeleton`, and a function that writes values into the file. Call
-    this function with increasing offsets. When the body ends, the complete file is at ``target``. ``nbytes``: the
-    file's approximate size. For an object store the descriptor is of a local file, which is uploaded with the
-    values."""
+    this function with increasing offsets. When the body ends, the complete file is at ``target``. ``nbytes``: its
+    approximate size. For an object store the descriptor is of a local file, which is uploaded with the values."""
     if not isinstance(target, RemotePath):
         with written_aside(target) as part:
             yield part.fd, partial(write_at, part.fd)

@@ -21,8 +21,8 @@ class Report(NamedTuple):
     """The result of a comparison with checksums.
 
     Attributes:
-        checked: bytes that have a checksum.
-        unknown: bytes without a checksum.
+        checked: number of bytes that have a checksum.
+        unknown: number of bytes without a checksum.
         damage: descriptions of the damaged records.
     """
 

@@ -4,9 +4,9 @@ The engine asks for *logical* operations: ``all_gather``, ``reduce`` (a reduce-s
 that adds in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` sends messages
 for each.
 
-Shards are divided among all ranks or among the ranks of a node (``planning/topology.py``). In the second case another
-message sums a reduced shard over the nodes. In the first case gradients that an all-to-all exchanges are summed in two
-levels. Agreements always go over all ranks.
+Shards are divided among all ranks or among the ranks of a node (``planning/topology.py``). If among a node's ranks,
+another message sums a reduced shard over the nodes. If among all ranks, gradients that an all-to-all exchanges can be
+summed in two levels: in each node, then over nodes. Agreements always go over all ranks.
 
 [Note: one order of collectives]
 All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so gathers have
@@ -17,7 +17,7 @@ order), never on the progress of this rank's threads.
 
 On CUDA each kind has a stream (``device/streams.py``). With ``async_op=False`` NCCL queues messages on the stream of
 their kind; otherwise NCCL would use its own stream, with compute's priority. The host never waits. An operation
-waits for all work queued before on the stream that issues the operation.
+waits for all work queued earlier on the stream that issues the operation.
 """
 
 from __future__ import annotations
@@ -283,8 +283,7 @@ class Communicator:
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Overwrite ``tensor`` on all ranks with that of rank ``src``, sent to one rank of each replica and from there
         to the replica's other ranks. Blocks. Collective. ``among``: send over the group of gathers or of reductions.
-        Use ``reduce`` while updated parameters may be gathered, because ranks issue those gathers at different
-        moments."""
+        Use ``reduce`` while updated parameters may be gathered: ranks issue those gathers at different moments."""
         if self._groups is None:
             return
         host = self._transport.waits_on_host
@@ -323,7 +322,7 @@ class Communicator:
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
-        """Gather an object of any size from each rank, on rank 0, in rank order. Other ranks get None. Blocks.
+        """Gather on rank 0 an object of any size from each rank, in rank order. Other ranks get None. Blocks.
         Collective. ``what``: the purpose, in words."""
         if self.world_size == 1:
             return [value]
@@ -378,8 +377,7 @@ class Communicator:
 
     def _sum_in_node(self, full: Tensor, total_dtype: torch.dtype | None) -> Sent:
         """Issue the first level of a sum in two levels: sum ``full`` over the ranks of this node that share shards, by
-        one message for each node's slices. The result [nodes * n] has this node's sum of one slice [n] for each
-        node."""
+        one message for each node's slices. The result [nodes * n] has, per node, this node's sum of a slice [n]."""
         slices, among = full.chunk(self.ranks.across.size), self._members("node_sum")
         send = partial(self._transport.reduce, total_dtype=total_dtype)
         if self.queues:  # sum at once, so that the next message is received in the same memory

@@ -436,7 +436,7 @@ class StepWithClosure:
         self._autocast = callers_autocast(comm.device.type)
 
     def run(self) -> object:
-        """Return the result of the class's ``step`` or, on ranks that own nothing, of the first closure. Collective."""
+        """Run the step. Return its result or, on ranks that own nothing, the first closure's result. Collective."""
         whole, optimizer, result = self._whole, self._whole.optimizer, None
         error: Exception | None = None
         # ``_listed`` too: an interrupt in the class's step must not leave full parameters in the param groups.

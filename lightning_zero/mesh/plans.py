@@ -213,7 +213,7 @@ def _check_heads(model: Any, parts: int) -> None:
 
 
 def _untie(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Separate tied parameters, which still share memory. Return the places (module, name) of each tied parameter."""
+    """Make tied parameters separate objects that share memory. Return the places (module, name) of each of them."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for inner in module.modules():
         for key, param in inner._parameters.items():
@@ -229,7 +229,7 @@ def _untie(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Tie the parameters in ``ties`` again, after :func:`_untie`. Raise ConfigError if they are split differently."""
+    """Tie again the parameters that :func:`_untie` has separated. Raise ConfigError if they are split differently."""
     for (first, name), *others in ties:
         param = first._parameters[name]
         for inner, key in others:

@@ -69,7 +69,7 @@ run."""
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
     """Return the random bits for rounding a state of elements ``[low, high)`` of a run in step ``step``. Padding gets
-    no bits. Positions in the result are relative to ``low``. ``number``: index of the state among the optimizer's."""
+    none. Positions in the result are relative to ``low``. ``number``: the state's index among the states."""
     table, found = _table(device), []
     first = bisect_right(places, low, key=lambda place: place[0].start + place[0].numel)
     for fragment, name in places[first:]:

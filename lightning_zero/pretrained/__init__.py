@@ -33,7 +33,7 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
     """Return the folder's tensors for parameters and buffers of ``module``, by their names in ``module``.
 
     ``warn``: warn of missing and unused tensors. ``only_meta``: return only tensors that are on meta in ``module``.
-    Raises ConfigError for absent or damaged files, quantized tensors or other shapes, or if none is of ``module``."""
+    Raises ConfigError for absent or damaged files, no tensor of ``module``, a quantized tensor or another shape."""
     folder = SafetensorsFolder(path)
     found = match(module, folder)
     if not found.sources:

@@ -57,7 +57,7 @@ class Mailbox:
 
 
 def say_once(text: str) -> None:
-    """Print ``text`` on stderr: on rank 0 if all ranks call this within :data:`SAID_S` seconds, else on each caller."""
+    """Print ``text`` on stderr: on rank 0 if all ranks call this within :data:`SAID_S` seconds, else on each rank."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     key = f"lightning_zero/said/{zlib.crc32(text.encode())}"
     wait_s = SAID_S if rank else 2 * SAID_S  # rank 0 ends last: a launcher may end the others with it

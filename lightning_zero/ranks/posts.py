@@ -67,7 +67,7 @@ class Post:
         place: what the rank is doing, in words.
         wait: index and label of the message that the rank waits for; empty if it waits for none.
         asked: how often the rank has sent or waited for each message, by label. None if ``wait`` is new or empty.
-        left: the rank has said goodbye: its process ends normally.
+        left: whether the rank has said goodbye, because its process ends normally.
     """
 
     host: str = ""
@@ -103,7 +103,7 @@ class Seen(NamedTuple):
 
 
 class Posts:
-    """Writes this rank's post and reads those of other ranks. ``store``: a connection on which no call blocks long.
+    """Writes this rank's post and reads other ranks' posts. ``store``: a connection on which no call blocks for long.
 
     Attributes:
         own: the last post of this rank.
@@ -126,7 +126,7 @@ class Posts:
             self._store.set(f"{self._prefix}/{self._rank}", json.dumps(asdict(self.own)))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Seen]:
-        """Return the posts of ``ranks``."""
+        """Return the last post of each of ``ranks``, by rank."""
         keys = {rank: f"{self._prefix}/{rank}" for rank in ranks}
         known = keys
         if not self._store.check(list(keys.values())):

@@ -276,8 +276,7 @@ def places(members: Iterable[Member]) -> str:
 
 
 def resolve(address: str, port: int, *, wait_s: float = RESOLVE_S) -> str:
-    """Return the IP of ``address``. Retry for ``wait_s`` seconds (new names come late). Raises StartError on
-    failure."""
+    """Return the IP of ``address``. Raises StartError if it cannot be resolved within ``wait_s`` seconds."""
     deadline = time.monotonic() + wait_s
     while True:
         try:

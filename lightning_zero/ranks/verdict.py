@@ -5,10 +5,10 @@ Each rank posts what it does every few seconds (``posts.py``). :func:`verdict` i
 on, or some ranks are gone (PeerError), or all ranks are stuck (StallError). It is asked by
 
 - a wait whose connection breaks (gloo), or that lasts: it raises PeerError or StallError (``waits.py``);
-- a thread beside training, about the ranks before and after this one (``watchdog.py``). Elsewhere than in the engine's
-  waits (say, in a metric's barrier, or on a device) a backend waits for its own timeout unless it notices the death; it
-  never does under NCCL or when a network is cut. The thread prints the verdict, and ends this process if it makes no
-  further progress::
+- a thread beside training, about the ranks before and after this one (``watchdog.py``). Outside of the engine's waits
+  (for example in a metric's barrier or on a device) a backend waits for its own timeout unless it notices the death,
+  which it never does under NCCL or when a network is cut. The thread prints the verdict, and ends this process if the
+  process makes no further progress::
 
       a rank has ended on this machine without a goodbye   after a standstill of ten seconds (``STANDSTILL_S``). Not
                                                            under gloo, whose connections break
@@ -74,7 +74,7 @@ def plain(error: BaseException) -> str:
 
 
 class Gone(NamedTuple):
-    """The verdict that ``ranks`` are gone. ``have_ended``: whether they are known to have ended, not only silent."""
+    """The verdict that ``ranks`` are gone. ``have_ended``: whether they have ended; if False, they are only silent."""
 
     ranks: list[int]
     have_ended: bool
@@ -109,7 +109,7 @@ def verdict(seen: Mapping[int, Seen], *, silent_s: float, still_s: float = math.
     """Judge what ranks have posted. Return None if ranks can go on.
 
     Args:
-        seen: the posts of the ranks to judge; must have all ranks, to find that they are stuck.
+        seen: the posts of the ranks to judge. With the posts of only some ranks a :class:`Stuck` means nothing.
         silent_s: a rank without a new beat for this many seconds is gone.
         still_s: ranks are stuck if each of them has been in the same wait for this many seconds.
     """
@@ -175,16 +175,15 @@ class Peers:
         return gone is not None
 
     def tell(self, error: BaseException) -> None:
-        """Post that this rank fails by its own ``error``, so that other ranks can say why this rank is gone."""
+        """Post that this rank fails, and its ``error``, so that other ranks can say why this rank is gone."""
         self._told = True
         text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0][:300]
         self.known = self._post_first("failed", f"{self.posts.own.name(self._rank)} failed with {text}")
 
     def tell_gone(self, found: str, *, aloud: bool = False) -> str:
-        """Post a sentence about the rank that has ended: the one that :meth:`tell` has posted, else ``found``. If a
-        rank has already posted a sentence, this sentence stays. Return the posted sentence. If the store ends with this
-        process, wait so that others can read it. ``aloud``: print it if it is this rank's, in case a launcher ends this
-        process soon."""
+        """Post a sentence about the rank that has ended: what :meth:`tell` has posted, else ``found``. A sentence that
+        some rank has already posted stays. Return the posted sentence. If the store ends with this process, wait so
+        that others can read it. ``aloud``: print it if it is this rank's, in case a launcher soon ends this process."""
         own = [self._rank, self._read("failed") or found]
         first = self._post_first("gone", own)
         self.known = str(first[1])

@@ -124,7 +124,7 @@ class Found:
 
     @property
     def says_something(self) -> bool:
-        """Return whether this step can be compared with another: losses are finite, and some gradient is not zero."""
+        """Return whether this step can be compared: whether losses are finite, and some gradient is not zero."""
         squares = sum(values[_SUMS] for values in self.sums.values())
         return all(map(math.isfinite, (*self.losses, squares))) and squares > 0
 

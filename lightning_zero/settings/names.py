@@ -307,8 +307,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(key: str, value: Any) -> int:
-    """Return ``value``, a number or a text such as ``74.5GiB``, in bytes. Raises ConfigError, with ``key``,
-    otherwise."""
+    """Return the size ``value`` (a number, or text such as ``74.5GiB``) in bytes. Raises ConfigError, with ``key``."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
     unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
     nbytes = Decimal(match[1]) * unit if match and unit else None

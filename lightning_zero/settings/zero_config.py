@@ -75,8 +75,8 @@ class ZeroConfig:
             keeps a copy of every unit after its forward, for the gathers of the backward. ``auto`` selects ``node`` on
             several nodes of equal size if at most half of the memory is used, otherwise ``flat``.
         dynamic_graph: allow ranks to take different paths through the model. They agree on every gather by a message.
-        init_from: a folder with Hugging Face safetensors files for the initial parameters, also of a module on the meta
-            device, or its address in an object store. A loaded checkpoint takes precedence.
+        init_from: a folder, or its address in an object store, with Hugging Face safetensors files for the initial
+            parameters, also of a module on the meta device. A loaded checkpoint takes precedence.
         stall_timeout_s: seconds that a rank waits for others before it raises an error that says where each rank is.
         gather_after_fit: gather the whole module after fit, test or predict, one copy per host. ``None``: only if all
             hosts have enough memory.

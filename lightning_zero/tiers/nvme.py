@@ -49,8 +49,8 @@ class NvmeTier:
     read and written in place, without the ring. Before a tensor is staged, its copies to or from the device must end.
 
     Args:
-        path: an existing, writable folder on a local disk. Raises ConfigError if it is not, if it is full, or if
-            another live job uses it.
+        path: an existing, writable folder on a local disk. Raises ConfigError for any other path, a full disk, or
+            a folder that another live job uses.
         instance: index of this tier, if the process has several in one folder (one per model).
         budget: bytes that this rank may hold in files; None: no limit.
         ring_count, ring_nbytes: number of the ring's buffers, and bytes of each. The tier takes no other host memory.

@@ -22,7 +22,7 @@ class ComputeLane:
         self._last: Any = None  # the moment of the last event
 
     def _keeper(self) -> Recorder | None:
-        """Return the recorder that keeps spans now, or None. If it is another one than before, forget the open bar."""
+        """Return the recorder that keeps spans now, or None. If it is not the same as before, forget the open bar."""
         if (recorder := recording.keeper()) is not self._recorder:
             self._recorder, self._calls, self._bar, self._last = recorder, [], None, None
         return recorder

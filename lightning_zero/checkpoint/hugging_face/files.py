@@ -315,8 +315,7 @@ class Writer:
         self.__exit__()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write ``values`` [n], cast to the file's dtype, to elements ``[start, start + n)`` of flat tensor
-        ``name``."""
+        """Write ``values`` [n], cast to the file's dtype, to elements ``[start, start + n)`` of ``name``, flattened."""
         place = self._files.places[name]
         write, dtype = self._opened(place.file), place.dtype
         for low in range(0, values.numel(), CHUNK):
