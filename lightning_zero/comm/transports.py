@@ -62,8 +62,8 @@ class Transport(Protocol):
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
     ) -> Sent:
         """Sum ``full`` [size * n] over ranks. The result is this rank's slice [n] of the sum. Collective. ``in_place``:
-        the sum may overwrite ``full``. ``total_dtype``: sum in this dtype, by :func:`exchange`; None: in ``full``'s
-        dtype."""
+        the sum may overwrite ``full``. ``total_dtype``: sum in this dtype, by :func:`exchange`; None: in
+        ``full.dtype``."""
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
