@@ -20,7 +20,7 @@ COMMANDS = {
 
 def main() -> None:
     """Run the command that the first argument names, or ``train`` if this argument is a setting or a flag. Without
-    arguments, print the commands; but train if ``LOCAL_RANK`` is set, because then a run has started this process."""
+    arguments print the commands, or run ``train`` if ``LOCAL_RANK`` is set (a run has started this process)."""
     if sys.argv[1:] in ([], ["-h"], ["--help"]) and "LOCAL_RANK" not in os.environ:
         print(
             "usage: lightning-zero COMMAND ...", *(f"  {name:<12}{does}" for name, does in COMMANDS.items()), sep="\n"

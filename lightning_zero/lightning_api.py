@@ -2,7 +2,7 @@
 
 Lightning is published as ``lightning``, and as ``pytorch_lightning`` with ``lightning_fabric``; their classes differ. A
 process uses the variant whose Trainer or Fabric was the first to request a preset. If this module is imported before
-any request, it uses the variant that is already imported. If both or neither are, it prefers ``lightning``.
+any request, it uses the variant that is already imported. If both or neither are imported, it prefers ``lightning``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ else:
 
 
 def check_package(name: str) -> None:
-    """Raise ConfigError if ``name``, the package of the user's Trainer or Fabric, is not one that this process uses."""
+    """Raise ConfigError if ``name``, the package of the user's Trainer or Fabric, is not of the variant in use."""
     if name not in (pl.__name__, fabric.__name__):
         raise ConfigError(
             f"strategy: expected a Trainer or Fabric of {pl.__name__} and {fabric.__name__}, which lightning_zero uses "

@@ -59,7 +59,7 @@ def shard(
 ) -> Engine:
     """Shard ``module`` in place over the ranks of a process group, with rank 0's values. Return its engine. Collective.
 
-    Buffers that forwards change differ between ranks in your own loop; Trainer and Fabric broadcast rank 0's buffers.
+    In your own loop, buffers that forwards change can differ between ranks; Trainer and Fabric broadcast rank 0's.
 
     Args:
         stage: ``"zero0"`` .. ``"zero3"`` (default), or 0 .. 3.
@@ -97,15 +97,13 @@ def shard(
 
 
 def node_name() -> str:
-    """Return this node's ``<host name>/<node rank>``. The rank is empty if neither torchrun, SLURM nor ``NODE_RANK``
-    sets it."""
+    """Return this node's ``<host name>/<node rank>``. The rank is empty if no launcher or ``NODE_RANK`` sets it."""
     number = next((os.environ[key] for key in ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK") if key in os.environ), "")
     return f"{socket.gethostname()}/{number}"
 
 
 def _make_stepper(engine: Core, around_step: AroundStep, optimizer: Optimizer) -> Stepper:
-    """Return a Stepper for ``optimizer``. It updates flat slices, or whole tensors if the optimizer's class or the
-    settings require them."""
+    """Return a Stepper for ``optimizer``: of whole tensors if its class or the settings require it, else of slices."""
     settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
     if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
         if engine.config.splits:

@@ -42,7 +42,7 @@ _ONES = 0xFFFFFFFF
 
 
 class Record(NamedTuple):
-    """A record of a zip file: its name, first byte, size and CRC-32, which is correct once all bytes are written."""
+    """A record of a zip file: name, offset of the content, its size and CRC-32 (valid once all bytes are written)."""
 
     name: str
     start: int
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class Skeleton:
-    """A checkpoint file without tensor values. ``holes``: the record of each storage's values, by its ``_cdata``."""
+    """A checkpoint file without tensor values. ``holes``: for each storage (by ``_cdata``) the record of its values."""
 
     def __init__(self, checkpoint: Any, fd: int) -> None:
         """Write ``checkpoint`` without values to the empty file ``fd``. Fake tensors are written as plain tensors."""
@@ -111,7 +111,7 @@ class Skeleton:
 
         Args:
             done: the pieces that all ranks have written.
-            may_have_gaps: returns whether bytes of the record with the given name may be unwritten and count as zeros.
+            may_have_gaps: returns, given a record's name, whether bytes of it may be missing; these count as zeros.
         """
         found: dict[str, list[Piece]] = defaultdict(list)
         for piece in done:
@@ -140,7 +140,7 @@ class Skeleton:
 def archive_at(target: Place, nbytes: int) -> Iterator[tuple[int, WriteAt]]:
     """Yield the descriptor of a new file for a :class:`Skeleton`, and a function that writes values into the file. Call
     this function with increasing offsets. When the body ends, the complete file is at ``target``. ``nbytes``: its
-    approximate size. For an object store the file is a local one, which is uploaded with the values."""
+    approximate size. For an object store the descriptor is of a local file, which is uploaded with the values."""
     if not isinstance(target, RemotePath):
         with written_aside(target) as part:
             yield part.fd, partial(write_at, part.fd)
@@ -191,8 +191,8 @@ def write_values(
 
 
 def add_up(record: str, nbytes: int, found: Iterable[Piece], *, gaps_are_zeros: bool = False) -> int:
-    """Return the CRC-32 of the record named ``record``, of ``nbytes`` bytes, from the CRC-32 of its pieces ``found``.
-    Raises RuntimeError if pieces overlap or, without ``gaps_are_zeros``, if they leave bytes out."""
+    """Compute the CRC-32 of the record named ``record``, which has ``nbytes`` bytes, from those of its pieces
+    ``found``. Raises RuntimeError if pieces overlap or, unless ``gaps_are_zeros``, if there are gaps between pieces."""
     crc, position = 0, 0
     for piece in [*sorted(found), Piece(record, nbytes, 0, 0)]:
         gap = piece.start - position

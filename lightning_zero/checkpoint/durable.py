@@ -9,7 +9,7 @@
 The new file is written in the target's folder, because a rename is atomic only within a file system.
 
 A killed process leaves its ``.part`` file, which the next write into that folder removes. The writer locks its
-``.part``, and the system drops the lock when the process dies. Locks may not reach other nodes, so another node's
+``.part``, and the system drops the lock when the process dies. Other nodes may not see locks, so another node's
 ``.part`` is removed only if it has not changed for :data:`REST_S` seconds. On a file system without locks, the same
 holds for every ``.part``.
 
@@ -108,9 +108,9 @@ def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def naming(target: object, *, folder: bool = False) -> Iterator[None]:
-    """Replace an error of the body by an error that names ``target`` and the cause: an OSError if the cause is one,
-    else a RuntimeError. An error whose message already has ``target`` is raised unchanged. ``folder``: whether
-    ``target`` is a folder."""
+    """Replace an error that the body raises by an OSError, if the cause is an OSError, else by a RuntimeError. The new
+    error names ``target`` and the cause. An error whose message already contains ``target`` is raised unchanged.
+    ``folder``: whether ``target`` is a folder."""
     outer = sys.exception()
     try:
         yield
@@ -125,7 +125,7 @@ def naming(target: object, *, folder: bool = False) -> Iterator[None]:
 
 
 def link(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Make ``path`` a relative symbolic link to ``target``, and atomically replace a file, folder or link there."""
+    """Make ``path`` a relative symbolic link to ``target``. Atomically replaces a file, folder or link at ``path``."""
     where, is_there = Path(path), False
     while not is_there:
         made = where.with_name(part_name(where.name))
@@ -216,7 +216,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 def remove_leftovers(folder: Path) -> list[str]:
     """Remove the ``.part`` and ``.old`` files and folders of dead processes from ``folder``, and return their names.
-    The caller must just have changed ``folder``, because its modification time is used as the current time."""
+    Call this right after a change of ``folder``, because its modification time is used as the current time."""
     removed = []
     for path in [*folder.glob(".*.part"), *folder.glob(".*.old")]:
         match = _PART.fullmatch(path.name)
@@ -231,8 +231,8 @@ def remove_leftovers(folder: Path) -> list[str]:
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
     """Remove ``path`` and return True if the process that wrote ``path`` is dead; else return False.
 
-    ``name``: the original name of an ``.old``; None for a ``.part``. If nothing has this name now, ``path`` is renamed
-    to ``name`` and the result is False. ``here``: whether the writer ran on this node, where locks are reliable."""
+    ``name``: the original name of an ``.old``; None for a ``.part``. If the original name is free, an ``.old`` gets
+    this name back and the result is False. ``here``: whether the writer ran on this node, where locks are reliable."""
     if path.is_symlink():  # if its process lives, it makes another one
         path.unlink()
         return True
@@ -310,8 +310,8 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 def begin_sync(fd: int, start: int, nbytes: int) -> None:
     """Start to write bytes ``[start, start + nbytes)`` of the file of descriptor ``fd`` from the page cache to the
-    disk, and do not wait. Without this call the disk would idle until ``fsync``, which waits and reports errors. Does
-    nothing where the system has no ``sync_file_range`` (only Linux has)."""
+    disk, without waiting. Otherwise the disk would idle until ``fsync``, which waits and reports errors. Does nothing
+    where the system has no ``sync_file_range`` (only Linux has it)."""
     begin = getattr(_LIBC, "sync_file_range", None)
     if begin is not None:
         begin(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_WRITE)

@@ -1,5 +1,5 @@
 """Compare the bytes of checkpoints with the checksums in them. A one-file checkpoint has a checksum for each record of
-its zip format. A checkpoint folder has each box of a tensor in this format, with checksums."""
+its zip format. In a checkpoint folder each box of a tensor is stored in this format, with checksums."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Report(NamedTuple):
     """The result of a comparison with checksums.
 
     Attributes:
-        checked: bytes that have a checksum.
-        unknown: bytes without a checksum.
+        checked: number of bytes that have a checksum.
+        unknown: number of bytes without a checksum.
         damage: descriptions of the damaged records.
     """
 
@@ -39,9 +39,9 @@ NOTHING = Report(0, 0, [])
 
 def check(path: str | Place, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
     """Compare the checkpoint at ``path`` with its checksums and return a report. If ``parts`` ranks share the work,
-    rank ``part`` compares, and reports, every ``parts``-th record (in a folder: box). Raises ConfigError for a folder
-    that is not a complete checkpoint, and zipfile.BadZipFile for a file that torch.save has not written or that is
-    truncated. OSErrors are passed on."""
+    rank ``part`` compares and reports every ``parts``-th record of a file or box of a folder. Raises ConfigError for a
+    folder that is not a complete checkpoint, and zipfile.BadZipFile for a file that torch.save has not written or that
+    is truncated. OSErrors are passed on."""
     path, total = place(path), NOTHING
     files: list[Any] = list(path.iterdir()) if path.is_dir() else [path]
     with long_work.bytes(
@@ -56,8 +56,8 @@ def check(path: str | Place, part: int = 0, parts: int = 1, long_work: LongWork 
 
 
 def _comparisons(path: Place) -> Iterator[Callable[[], Report]]:
-    """Yield, for each record of a file or box of a folder, a function that compares its bytes with their checksums and
-    returns a report. Call each function before taking the next one, because the next step may close the file."""
+    """Yield, for each record of a file or each box of a folder, a function that compares its bytes with their checksums
+    and returns a report. Call each function before taking the next one, because the next step may close the file."""
     if not path.is_dir():
         with path.open("rb") as file:
             for record in records_of(file):

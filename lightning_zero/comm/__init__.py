@@ -4,7 +4,7 @@
 
     communicator  --asks--> a transport --on--> a group --gives--> a pending gather, or a reduction
 
-    communicator  logical operations on whole buckets, their order and their counts; small messages on which hosts wait
+    communicator  logical operations on whole buckets, their order and their counts; small messages for which hosts wait
     transports    how an operation becomes messages
     groups        process groups, for reuse
     reduction     operations in flight

@@ -40,7 +40,7 @@ def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Wait
 
 def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
     """Gather a small object from each rank of ``group``, also before a communicator exists. Blocks. Collective.
-    ``what``: what the objects are for, in words; if ranks pass different words, all raise an ApartError. ``patient``:
+    ``what``: the purpose of the objects, in words; if ranks pass different words, all raise an ApartError. ``patient``:
     wait beyond the timeout while any rank works. All ranks raise TypeError if :func:`dumps` refuses a rank's object."""
     if group is None or dist.get_world_size(group) == 1:
         return [value]
@@ -94,8 +94,8 @@ def _row(value: Any) -> Tensor:
 
 
 def barrier(group: Any, waits: Waits, label: str) -> None:
-    """Wait until all ranks call this function, beyond the timeout while any rank works. Does not wait for devices.
-    Collective. ``label``: the same words on all ranks."""
+    """Wait until all ranks call this function, even beyond the timeout as long as any rank works. Does not wait for
+    devices. Collective. ``label``: the same words on all ranks."""
     if waits.world_size > 1:
         gather_objects(group, None, waits, label, patient=True)
 
@@ -116,8 +116,8 @@ def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, l
 
 
 def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
-    """Send ``value`` of rank ``src`` to all ranks. Return that value. Blocks, beyond the timeout while any rank works.
-    Collective. All ranks raise a TypeError if :func:`dumps` refuses the object."""
+    """Return rank ``src``'s ``value`` on all ranks. Blocks, even beyond the timeout as long as any rank works.
+    Collective. All ranks raise TypeError if :func:`dumps` refuses the object."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return value
     what, sends = f"an object of rank {src}", waits.rank == src
@@ -163,13 +163,13 @@ def together(
 ) -> T:
     """Run ``act`` on all ranks and return its result. If ``act`` fails on one rank, all ranks raise. Collective.
 
-    A rank on which ``act`` failed raises that error. The others raise a ConfigError if the first failed rank raised
-    one, else a FailedElsewhereError.
+    A rank on which ``act`` failed raises its own error. All others raise a ConfigError if the error of the first failed
+    rank is a ConfigError, else a FailedElsewhereError.
 
     Args:
         act: must send no message; else the other ranks would wait for a rank on which ``act`` failed.
-        undo: called with the result of ``act`` on each rank where ``act`` succeeded, if it failed on another rank.
-        patient: ``act`` may take longer than ``stall_timeout_s``.
+        undo: called with the result of ``act`` if it succeeded here but failed on another rank, or ranks cannot agree.
+        patient: whether ``act`` may take longer than ``stall_timeout_s``.
     """
     try:
         result = act()

@@ -4,9 +4,9 @@ The engine asks for *logical* operations: ``all_gather``, ``reduce`` (a reduce-s
 that adds in the same order) and ``exchange_parts`` (for steps of whole tensors). A :class:`Transport` sends messages
 for each.
 
-Shards are divided among all ranks or among the ranks of a node (``planning/topology.py``). In the second case another
-message sums a reduced shard over the nodes. In the first case gradients that an all-to-all exchanges are summed in two
-levels. Agreements always go over all ranks.
+Shards are divided among all ranks or among the ranks of a node (``planning/topology.py``). If among a node's ranks,
+another message sums a reduced shard over the nodes. If among all ranks, gradients that an all-to-all exchanges can be
+summed in two levels: in each node, then over nodes. Agreements always go over all ranks.
 
 [Note: one order of collectives]
 All ranks must issue the operations of one group in the same order. Gathers and reductions interleave, so gathers have
@@ -16,8 +16,8 @@ and when a collective is issued may depend only on values that are equal on all 
 order), never on the progress of this rank's threads.
 
 On CUDA each kind has a stream (``device/streams.py``). With ``async_op=False`` NCCL queues messages on the stream of
-their kind; otherwise NCCL would take a stream of its own with compute's priority. The host never waits. An operation
-waits for all work queued before on the stream that issues the operation.
+their kind; otherwise NCCL would use its own stream, with compute's priority. The host never waits. An operation
+waits for all work queued earlier on the stream that issues the operation.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Communicator:
 
     @contextlib.contextmanager
     def set_place(self, place: str) -> Iterator[None]:
-        """Context manager that sets ``waits.place``, for error messages, to ``place``. An exception leaves it set."""
+        """Context manager that sets ``waits.place``, for error messages, to ``place``. It stays set after an error."""
         before, self.waits.place = self.waits.place, place
         yield
         self.waits.place = before
@@ -281,9 +281,9 @@ class Communicator:
     # -- small messages, for which the host waits ---------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
-        """Overwrite ``tensor`` on all ranks by that of rank ``src``, sent to one rank of each replica and from there to
-        the replica's other ranks. Blocks. Collective. ``among``: send over the group of gathers or of reductions. Use
-        ``reduce`` while updated parameters may be gathered, because ranks issue those gathers at different moments."""
+        """Overwrite ``tensor`` on all ranks with that of rank ``src``, sent to one rank of each replica and from there
+        to the replica's other ranks. Blocks. Collective. ``among``: send over the group of gathers or of reductions.
+        Use ``reduce`` while updated parameters may be gathered: ranks issue those gathers at different moments."""
         if self._groups is None:
             return
         host = self._transport.waits_on_host
@@ -299,8 +299,8 @@ class Communicator:
             tensor.copy_(data)
 
     def _run(self, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
-        """Call ``send`` on the stream of ``kind`` and wait until ``tensor`` has arrived. The host waits if ``tensor``
-        is in host memory, else the current stream."""
+        """Call ``send`` on the stream of ``kind`` and wait until ``tensor`` has arrived: the host waits if ``tensor``
+        is in host memory, else the current stream waits."""
         if tensor.device.type == "cpu":
             self._agree(send(async_op=True), label)
             return
@@ -322,7 +322,7 @@ class Communicator:
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def collect(self, value: Any, what: str) -> list[Any] | None:
-        """Gather an object of any size from each rank, on rank 0, in rank order. Other ranks get None. Blocks.
+        """Gather on rank 0 an object of any size from each rank, in rank order. Other ranks get None. Blocks.
         Collective. ``what``: the purpose, in words."""
         if self.world_size == 1:
             return [value]
@@ -377,7 +377,7 @@ class Communicator:
 
     def _sum_in_node(self, full: Tensor, total_dtype: torch.dtype | None) -> Sent:
         """Issue the first level of a sum in two levels: sum ``full`` over the ranks of this node that share shards, by
-        one message for each node's slices. The result [nodes * n] has this node's sum of a slice [n] for each node."""
+        one message for each node's slices. The result [nodes * n] has, per node, this node's sum of a slice [n]."""
         slices, among = full.chunk(self.ranks.across.size), self._members("node_sum")
         send = partial(self._transport.reduce, total_dtype=total_dtype)
         if self.queues:  # sum at once, so that the next message is received in the same memory
@@ -395,7 +395,7 @@ class Communicator:
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, in_levels: bool, whole: bool) -> Tensor:
         """Queue the messages that follow the first sum, whose result is ``shard``: the sum over nodes or replicas and,
-        if ``whole``, the gather of all slices. Return this rank's slice of the sum; all slices if ``whole``."""
+        if ``whole``, the gather of all slices. Return this rank's slice of the sum or, if ``whole``, all slices."""
         assert self._groups is not None
         if in_levels:
             shard = self._finish_in_stream(self._sum_nodes(shard))
@@ -440,8 +440,8 @@ class Communicator:
         *,
         keep: Tensor | None = None,
     ) -> Pending:
-        """Return a handle of the messages ``works``. On CUDA call this method while ``stream``, on which the messages
-        were queued, is the current stream. ``finish``, ``keep``: see :class:`Pending`."""
+        """Return a handle of the messages ``works``. On CUDA, the current stream must be ``stream``, on which the
+        messages were queued. ``finish``, ``keep``: see :class:`Pending`."""
         if stream is None or not self.queues:
             if span is not None:
                 end_with(works, span)
@@ -482,8 +482,8 @@ class Communicator:
 
     @contextlib.contextmanager
     def _noting_exceptions(self) -> Iterator[None]:
-        """If the body raises, make this rank's operation counts differ from all others, so that :meth:`resume` replaces
-        the process groups. See [Note: what resume may trust] in ``groups.py``."""
+        """If the body raises, make this rank's operation counts differ from those of all other ranks, so that
+        :meth:`resume` replaces the process groups. See [Note: what resume may trust] in ``groups.py``."""
         try:
             yield
         except BaseException:

@@ -76,13 +76,13 @@ class Pending:
 
 class Reduction:
     """Handle of a reduction in flight, which has up to three phases: the sum of this rank's slice over the ranks that
-    share shards (with two levels: over those of this node), a sum over nodes or replicas, and the gather of an
+    share shards (in a sum of two levels, over those of this node), a sum over nodes or replicas, and the gather of an
     all-reduce. ``land`` waits for one phase and issues the next; ``finish`` waits for all phases. See
     [Note: one order of collectives] in ``communicator.py``."""
 
     def __init__(self, first: Pending, *later: Callable[[Tensor], Pending]) -> None:
-        """``first``: handle of the first operation. ``later``: functions, each called with the result of the operation
-        before; each issues the next operation and returns a handle of that operation."""
+        """``first``: handle of the first operation. ``later``: a function for each later operation, called with the
+        result of the operation before. Each function issues its operation and returns the operation's handle."""
         self._now = first
         self._later = list(later)
         self._has_landed = False
@@ -110,8 +110,8 @@ class Reduction:
         return self._result
 
     def abandon(self, deadline: float) -> None:
-        """After an exception: wait for the current operation until ``deadline`` (in ``time.monotonic``) if that is the
-        first operation, then drop all operations."""
+        """After an exception, drop all operations. Before that, wait for the current operation until ``deadline`` (in
+        ``time.monotonic``), but only if it is the first operation."""
         # Ranks that raised before finding the first phase complete never issue the second, so do not wait for it.
         self._now.abandon(time.monotonic() if self._has_landed else deadline)
 

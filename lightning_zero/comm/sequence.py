@@ -65,9 +65,9 @@ class SequenceGroup:
         return received.to(self.device)
 
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
-        """Sum ``values`` ([elements] float64) over the ranks of the group, and return the sums. Collective. ``kind``:
-        which kind of mean is computed, as a number that is the same on all ranks. If kinds differ, all ranks raise a
-        ConfigError; on a device, where the host does not wait, the returned sums are NaN instead."""
+        """Sum ``values`` ([elements] float64) over the ranks of the group, and return the sums. Collective. ``kind``: a
+        code of the kind of mean that is computed. If ranks pass different kinds, all raise a ConfigError; on a device,
+        where the host does not wait, the returned sums are NaN instead."""
         marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
         total, alike = marked[:-1], marked[-1] == kind * self.size
         if values.device.type != "cpu":
@@ -104,8 +104,8 @@ _made: list[SequenceGroup] = []  # for reuse, because torch never frees groups
 
 def open_sequence_group(parent: Any, ranks: Group, device: torch.device, waits: Waits) -> SequenceGroup:
     """Return a :class:`SequenceGroup` of ``ranks``: an existing one on which all its ranks have sent equally many
-    messages, else a new one. Collective. After an exception the numbers of sent messages can differ, and a new message
-    of one rank would be matched with an old message of another."""
+    messages, else a new one. Collective. After an exception the numbers of sent messages can differ; then a rank's new
+    message would be matched with an old message of another rank."""
     made = [g for g in _made if g.parent is parent and g.ranks == ranks and g.device == device]
     issued, what = [g.issued for g in made], "the groups of zero.sequence_parallel"
     table = gather_objects(parent, issued, waits, what, patient=True)
@@ -118,8 +118,8 @@ def open_sequence_group(parent: Any, ranks: Group, device: torch.device, waits: 
 
 
 class OnPaper:
-    """Has the methods of a :class:`SequenceGroup` but sends nothing: for one rank alone (``OnPaper(1)``), or to plan
-    with tensors that have no values. ``sent``: bytes that a rank would have sent."""
+    """Has the methods of a :class:`SequenceGroup` but sends nothing: for one rank alone (``OnPaper(1)``), or to make a
+    memory plan with tensors that have no values. ``sent``: bytes that a rank would have sent."""
 
     rank = 0
 

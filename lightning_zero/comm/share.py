@@ -17,7 +17,7 @@ from lightning_zero.tiers.limits import available_cpus
 
 class Share(NamedTuple):
     """This rank's index among the ranks of its machine, the number of these ranks, and the number of cores for this
-    rank: ranks that may run on the same cores divide the cores equally."""
+    rank. Ranks that may run on the same cores divide these cores equally."""
 
     local_rank: int = 0
     local_ranks: int = 1
@@ -47,7 +47,7 @@ def neighbours(comm: Communicator, same: str) -> tuple[int, int]:
 
 
 def ranks_on_disk(comm: Communicator, path: str | None) -> int:
-    """Return how many ranks of this machine, with this one, have their ``path`` on the same disk. Collective."""
+    """Return how many ranks of this machine, this one included, have ``path`` on the same disk. Collective."""
     try:
         device = os.stat(path).st_dev if path else -1
     except OSError:

@@ -29,7 +29,7 @@ class Members(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Messages in flight. ``works``: handles on which the host must wait; empty if messages are queued on the current
+    """Messages in flight. ``works``: handles for which the host must wait; empty if messages are queued on the current
     stream. ``finish``: returns the result; call it once, after the waits, on the stream that uses the result."""
 
     works: list[Any]
@@ -38,7 +38,8 @@ class Sent(NamedTuple):
 
 class Transport(Protocol):
     """Sends logical operations as messages. All methods are asynchronous and collective; tensors must be contiguous.
-    ``exchanges``: reductions can use :func:`exchange`. ``waits_on_host``: the host waits for device messages too."""
+    ``exchanges``: whether reductions can use :func:`exchange`. ``waits_on_host``: whether the host waits for messages
+    of device tensors too."""
 
     exchanges: bool
     waits_on_host: bool = False
@@ -61,8 +62,8 @@ class Transport(Protocol):
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
     ) -> Sent:
         """Sum ``full`` [size * n] over ranks. The result is this rank's slice [n] of the sum. Collective. ``in_place``:
-        the sum may overwrite ``full``. ``total_dtype``: sum in this dtype (:func:`exchange`); None: that of
-        ``full``."""
+        the sum may overwrite ``full``. ``total_dtype``: sum in this dtype, by :func:`exchange`; None: in
+        ``full.dtype``."""
         ...
 
     def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
@@ -110,7 +111,7 @@ def _own(full: Tensor, among: Members) -> Tensor:
 
 
 def _queues(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is on a device: its messages are queued on a stream, and the host need not wait."""
+    """Return whether ``tensor`` is on a device, so that its messages are queued and the host need not wait."""
     return tensor.device.type != "cpu"
 
 
@@ -142,8 +143,8 @@ class DirectTransport(Transport):
 
 def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place: bool = False) -> Sent:
     """Sum ``full`` [size * n] over ranks by an all-to-all. The result is this rank's slice of the sum [n], in
-    ``total_dtype``. Collective. Slices on the host are added in rank order; slices on a device in an order that depends
-    only on the number of ranks, not on the dtype."""
+    ``total_dtype``. Collective. On the host, slices are added in rank order; on a device, in an order that depends only
+    on the number of ranks, not on the dtype."""
     rank, world_size, group = among
     if _queues(full):
         received = torch.empty_like(full)

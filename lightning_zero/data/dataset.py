@@ -114,7 +114,7 @@ def _bytes(texts: list[str]) -> list[list[int]]:
 
 
 def _tokenizer(folder: str) -> tuple[Encode, int, str]:
-    """Return a function that encodes texts (and adds an end-of-text token), its number of tokens, and a cache key."""
+    """Return a function that encodes texts and adds an end-of-text token, the number of tokens, and a cache key."""
     files = [f for f in sorted(Path(folder).expanduser().glob("*")) if f.suffix in (".json", ".model", ".txt")]
     check_installed("data.tokenizer", ["datasets", "transformers"])
     from datasets.fingerprint import Hasher

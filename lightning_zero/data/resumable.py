@@ -31,7 +31,7 @@ class ShuffledFrom(DistributedSampler[Any]):
 
     Attributes:
         start: number of items of this epoch that all ranks together have trained on.
-        left: number of items of this rank in the first pass; ``None``: as many as in a whole epoch.
+        left: number of items that this rank gets in the first pass; ``None``: as many as in a whole epoch.
     """
 
     def __init__(self, data: Dataset[Any], *, num_replicas: int, rank: int, seed: int) -> None:
@@ -75,8 +75,8 @@ class ResumableLoader(DataLoader[Tensor]):
         super().__init__(dataset, batch_size, sampler=sampler, **options)
 
     def _refuse_unequal(self) -> None:
-        """Raise ConfigError if the Trainer's training loaders have different lengths: a shorter loader begins again
-        within the epoch, and its position is not saved."""
+        """Raise ConfigError if the Trainer's training loaders have different lengths, because a shorter loader begins
+        again within the epoch, and a checkpoint does not save its position."""
         beside = tree_leaves(getattr(self._trainer, "train_dataloader", None))
         lengths = sorted({len(other) for other in beside if isinstance(other, ResumableLoader)})
         if len(lengths) > 1:
@@ -124,7 +124,7 @@ class ResumableLoader(DataLoader[Tensor]):
 
 
 def _shares(trainer: Trainer | None) -> dict[str, Any]:
-    """Return DistributedSampler's arguments; {} without a Trainer. Ranks that share a sequence get the same samples."""
+    """Return arguments for DistributedSampler; {} without a Trainer. Ranks that share a sequence get equal samples."""
     return (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
 
 
@@ -134,7 +134,7 @@ def _processed(progress: Any) -> int:
 
 
 class LanguageData(LightningDataModule):
-    """Makes loaders of ``train_data`` and ``val_data``, which subclasses set. Test and predict use ``val_data``."""
+    """Makes loaders of ``train_data`` and ``val_data``, which subclasses set. Test and predict use ``val_data`` too."""
 
     train_data: Any
     val_data: Any

@@ -41,7 +41,7 @@ class Accelerator:
         return contextlib.nullcontext()
 
     def record(self) -> Event:
-        """Return an event that happens after all work queued on the current stream so far; None on the host."""
+        """Return an event that happens when all work queued on the current stream so far ends; None on the host."""
         return None
 
     def wait(self, event: Event) -> None:
@@ -62,7 +62,7 @@ class Accelerator:
         return time.perf_counter()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two moments of :meth:`moment`. The work queued before both must have ended."""
+        """Return the seconds between two results of :meth:`moment`. Work queued before them must have ended."""
         return end - begin
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Accelerator:
         """Undo :meth:`pin` of ``memory``. Call this before the memory is freed."""
 
     def free_nbytes(self) -> int:
-        """Return the free bytes of the device; 0 on the host."""
+        """Return the free memory of the device in bytes; 0 on the host."""
         return 0
 
     def peak_nbytes(self) -> int:
@@ -86,7 +86,7 @@ class Accelerator:
         return 0
 
     def reset_peak(self) -> None:
-        """Make :meth:`peak_nbytes` count from now on."""
+        """Make :meth:`peak_nbytes` count from this call on."""
 
     def release_cached(self) -> None:
         """Free the device memory that torch caches and no tensor uses."""

@@ -120,12 +120,12 @@ def gpu_count() -> int:
 
 
 def is_in_use() -> bool:
-    """Return whether this process has started to use CUDA. Forks of such a process cannot use CUDA."""
+    """Return whether this process has initialized CUDA, which its forks cannot use from then on."""
     return torch.cuda.is_initialized()
 
 
 def gpu_nbytes() -> int:
-    """Return the bytes of memory of the first GPU."""
+    """Return the size of the first GPU's memory in bytes."""
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
@@ -143,7 +143,7 @@ def near_cores(device: torch.device, system: Path = Path("/sys")) -> set[int]:
 
 def bind_near(device: torch.device, devices: Iterable[torch.device]) -> None:
     """Restrict this process to those of its allowed cores that are on the NUMA node of ``device``. Does nothing if some
-    allowed core is near none of ``devices`` (the GPUs of this host's ranks), because no rank would use that core."""
+    allowed core is near none of ``devices`` (all GPUs of this host's ranks), because no rank would use that core."""
     if allowed_cores() <= set().union(*map(near_cores, devices)):
         bind_to(near_cores(device))
 
@@ -154,7 +154,7 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return ``device``, with the current GPU's index if it is a GPU without an index."""
+    """Return ``device``; if it is a GPU without an index, return it with the index of the current GPU."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

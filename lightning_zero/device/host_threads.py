@@ -29,7 +29,7 @@ def allowed_cores() -> set[int]:
 
 
 def bind_to(cores: Collection[int]) -> None:
-    """Restrict this process to its allowed cores that are in ``cores``. Does nothing if no allowed core is."""
+    """Restrict this process to those of its allowed cores that are in ``cores``. Does nothing if there are none."""
     if common := allowed_cores().intersection(cores):
         for thread in os.listdir("/proc/self/task"):  # later threads run where the one runs that starts them
             with contextlib.suppress(OSError):  # it has ended

@@ -114,7 +114,7 @@ class Recorder:
             return Counter(self.moved)
 
     def keep_spans(self) -> None:
-        """Keep spans from now on. Wait for the device once, to align the device's clock with the host's."""
+        """Keep spans from now on. Waits for the device once, to align the device's clock with the host's."""
         self._accelerator.synchronize()
         self._origin = self.moment(), time.perf_counter()
         self.spans = []
@@ -155,7 +155,7 @@ def stop() -> None:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Context manager in which nothing is recorded: for trial steps, which must not count as steps of the run."""
+    """Context manager that records nothing of its body: for trial steps, which must not count as steps of the run."""
     global recorder
     before, recorder = recorder, None
     try:
@@ -170,8 +170,8 @@ def keeper() -> Recorder | None:
 
 
 def waiting(kind: str, what: str, *, on_host: bool = False) -> AbstractContextManager[None]:
-    """Return a context that records its body as a wait of compute. The host waits if ``on_host`` or without streams,
-    else the current stream. ``kind``: one of :data:`WAITS`; ``what``: a unit or bucket."""
+    """Return a context that records its body as a wait of compute. With ``on_host``, or without streams, it is the host
+    that waits, otherwise the current stream. ``kind``: one of :data:`WAITS`; ``what``: a unit or bucket."""
     # Threads of this package wait beside compute. A thread of the user or of autograd computes.
     if recorder is None or threading.current_thread().name.startswith("lightning_zero"):
         return _NOBODY

@@ -63,8 +63,8 @@ class Streams:
     # -- memory of gathered parameters, and what is sent to fill it ------------------------------------------------
 
     def pool_of(self, kind: str) -> contextlib.AbstractContextManager[Any]:
-        """Return a context whose body allocates device memory from the pool of ``kind``'s stream. Write to that memory
-        only in :meth:`on_free_memory`, which waits for earlier uses of the pool's memory."""
+        """Return a context whose body allocates device memory from the pool of ``kind``'s stream. Write to this memory
+        only inside :meth:`on_free_memory`, which waits for earlier uses of the pool's memory."""
         return self.accelerator.on(self._streams[kind]) if self._streams else contextlib.nullcontext()
 
     @contextlib.contextmanager

@@ -28,7 +28,7 @@ def check_torchao(precision: PrecisionConfig) -> None:
 def convert(module: nn.Module, precision: PrecisionConfig, device: torch.device) -> None:
     """Let the linear layers of ``module`` that ``precision`` chooses compute in float8. Layers that only an earlier run
     chose become nn.Linear again. The class of a chosen layer becomes torchao's Float8Linear; the object stays the same,
-    with its hooks. Subclasses of nn.Linear (also by parametrized weights) are not chosen: they have their own forward.
+    with its hooks. Subclasses of nn.Linear (parametrization makes one too) are not chosen: they have their own forward.
 
     Raises ConfigError without torchao, on a GPU that cannot multiply in float8, or if no layer is chosen."""
     for linear in module.modules():

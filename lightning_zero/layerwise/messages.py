@@ -16,8 +16,8 @@ Flat = tuple[Tensor, Tensor | None]  # values and gradient, or None
 
 
 class Message:
-    """Sends ``tensors`` to their owners in one message, and back in another. Other ranks own some of the tensors.
-    ``used``: ids of the parameters that have a gradient. ``find``: returns this rank's route for tensors to send."""
+    """Sends ``tensors`` to their owners in one message, and back in another. Other ranks may own some of the tensors.
+    ``used``: ids of the parameters that have a gradient. ``find``: returns this rank's route for given transfers."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Message:
 
     def bring(self, *, state: bool = True) -> None:
         """Send shards of masters and gradients to the owners, and set this rank's full parameters. Collective.
-        ``state``: False if the optimizer state is where the step needs it, because a step goes on."""
+        ``state``: False in the middle of a step, when the optimizer state already is where the step needs it."""
         for bucket in self.buckets:
             bucket.storage.open(to_write=True)
         came = {} if self._route is None else self._exchanged(self._route)
@@ -56,8 +56,7 @@ class Message:
                 self._owned.show(tensor, *self._in_place(tensor), state=state)
 
     def _exchanged(self, route: Route) -> dict[int, Flat]:
-        """Exchange shards along ``route``. Return {tensor's ``id``: (flat values, flat gradient or None)} for the
-        tensors that this rank owns."""
+        """Exchange shards along ``route``. Return {``id`` of a tensor owned here: (flat values, gradient or None)}."""
         data = torch.empty(sum(route.own_sizes), dtype=torch.uint8, device=self._comm.device)
         for piece, tensor in self._pieces(route.own):
             values, grad = self._shards(tensor)
@@ -94,7 +93,7 @@ class Message:
 
     def _in_place(self, tensor: WholeTensor) -> Flat:
         """Return (values, gradient or None) of a tensor whose masters are complete on this rank. The results are views
-        of masters and gradients that are on the device, and copies of others."""
+        if masters and gradients are on the device, else copies."""
         bucket, device = tensor.bucket, self._comm.device
         master, grad = self._shards(tensor)
         values = bucket.part_of(master, tensor.info).detach().to(device)
@@ -102,8 +101,8 @@ class Message:
 
     def give_back(self, *, state: bool = True) -> Exception | None:
         """Send the stepped values of this rank's tensors back to the ranks of their shards, and write masters and, with
-        ``state``, optimizer state to storages. Collective. Return the error if a write fails, None if all succeed:
-        other ranks wait for this rank, so this method must not raise."""
+        ``state``, optimizer state to storages. Collective. If a write fails, return the error, else None: this method
+        must not raise, because other ranks wait for this rank."""
         for tensor in self.here:
             if not tensor.travels:
                 place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
@@ -153,7 +152,7 @@ class Message:
 
 
 def broadcast_from_owner(tensor: WholeTensor, values: Tensor) -> Tensor:
-    """Overwrite ``values`` on all ranks by those of the owner in the first replica, and return them. Collective."""
+    """Overwrite ``values`` on all ranks with those of the first replica's owner, and return them. Collective."""
     comm = tensor.bucket.comm
     comm.broadcast(values, comm.ranks.topology.shard_groups[0][tensor.owner])
     return values

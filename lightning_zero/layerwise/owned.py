@@ -80,7 +80,7 @@ class Owned:
 
     def replace_tensors(self, wanted: Sequence[WholeTensor]) -> None:
         """Replace the tensors by ``wanted``, after param groups have changed. A tensor that was here before keeps its
-        object and state. Tensors that have been stepped stay here, because a later call may want them again."""
+        object and state. Tensors that have been stepped stay here too, because a later call may want them again."""
         found = {key: tensor for key, tensor in self.tensors.items() if key in self._stepped}
         found |= {(tensor.bucket, tensor.info.slot): tensor for tensor in wanted}
         for key, tensor in found.items():
@@ -231,7 +231,7 @@ DtypeOf = Callable[[WholeTensor, str], torch.dtype | None]
 
 
 def _nothing(tensor: WholeTensor) -> Tensor:
-    """Return a tensor of the parameter's shape that takes the memory of one element."""
+    """Return a tensor of the parameter's shape that needs the memory of only one element."""
     bucket = tensor.bucket
     return torch.zeros((), dtype=bucket.dtypes.master, device=bucket.comm.device).expand(tensor.info.shape)
 
@@ -248,7 +248,7 @@ def _leaf(name: str, tensor: Tensor) -> Leaf:
 
 
 def _told(name: str, value: Any) -> Any:
-    """Return what ranks send in place of ``value``: a :class:`Leaf` for a tensor of numel > 1, otherwise a copy."""
+    """Return what ranks send for ``value``: a :class:`Leaf` for a tensor of more than one element, else a copy."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()

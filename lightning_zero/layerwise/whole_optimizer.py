@@ -8,7 +8,7 @@ Replicated tensors are stepped in place::
     open 0, 1 | bring 0 | open 2 | bring 1 | bring 2 | step all | give back 0 | give back 1 | give back 2
 
 One rank of each shard group owns all tensors if the step of a tensor depends on others (Prodigy), or if the step calls
-its closure in its middle (LBFGS). Other ranks then call the closure as often as the owner's step does::
+its closure in the middle (LBFGS). Other ranks then call the closure as often as the owner's step does::
 
     owner     bring | step: compute | give back | closure | bring | compute ... | give back
     others    send  |       wait    | receive   | closure | send  | wait    ... | receive
@@ -132,7 +132,8 @@ class WholeOptimizer(Stepper):
         return next((shape.sizes(tensor.info.shape) for shape in self._shapes(tensor) if shape.name == name), None)
 
     def _try(self) -> None:
-        """Run trial steps. Raise ConfigError if masters are sharded and tensors cannot be stepped separately."""
+        """Run trial steps. Raise ConfigError as :meth:`_check_probed` does if masters are sharded or tensors are
+        stepped together, and for a class that calls its closure itself if steps may be skipped."""
         place_of = self._around.place_of
         self._is_of_torch = step_of(self.optimizer).__module__.startswith("torch.optim.")
         self.probed = probe(
@@ -171,13 +172,11 @@ class WholeOptimizer(Stepper):
 
     @property
     def _is_together(self) -> bool:
-        """Return whether one rank must own all tensors of a shard group, because the optimizer cannot step each tensor
-        alone."""
+        """Return whether one rank of a shard group must own all tensors, because they cannot be stepped separately."""
         return self.probed.couples or self.probed.apart
 
     def _check_probed(self) -> None:
-        """Raise ConfigError if a trial failed (unless ``unprobed``), or if no rank has all of the tensors that the
-        optimizer must step together."""
+        """Raise ConfigError if a trial failed (unless ``unprobed``), or if no rank has all tensors to step together."""
         kind, failed = type(self.optimizer).__qualname__, self.probed.failed
         if self._is_together:
             if any(place.info.split is not None for group in self.places() for place in group):
@@ -273,7 +272,7 @@ class WholeOptimizer(Stepper):
     # -- owners and messages ----------------------------------------------------------------------------------------
 
     def _follow_groups(self) -> None:
-        """If param groups have changed, choose owners of new and newly trainable parameters, and form new messages."""
+        """If param groups have changed, choose owners of newly added or trainable parameters, and form new messages."""
         wanted = [
             WholeTensor(place.bucket, place.info, -1, group, number, self._is_together)
             for group, places in enumerate(self.places())
@@ -332,7 +331,7 @@ class WholeOptimizer(Stepper):
         self._around.ends(changed, [place.info for place in places])
 
     def messages(self, used: set[int], changed: set[Bucket]) -> list[Message]:
-        """Return messages for the tensors of the buckets ``changed``. ``used``: ids of parameters with gradients."""
+        """Return messages for the tensors of the buckets in ``changed``. ``used``: ids of parameters with gradients."""
         sent = [[tensor for tensor in message if tensor.bucket in changed] for message in self._messages]
         return [Message(ts, used, self.owned, self._comm, self._find_route) for ts in sent if ts]
 
@@ -377,13 +376,13 @@ class WholeOptimizer(Stepper):
         self.agree(effects, error)
 
     def look_at_state(self, here: Sequence[WholeTensor]) -> None:
-        """Raise ConfigError if a step has made state that cannot be stored, which the trial has not shown."""
+        """Raise ConfigError if a step has made state that cannot be stored, which the trial did not make."""
         if len(self.optimizer.state) != self._known_states:
             refuse_wrapped_state(self.optimizer, [tensor.key for tensor in here])
             self._known_states = len(self.optimizer.state)
 
     def tensors_here(self, messages: Sequence[Message]) -> tuple[list[WholeTensor], list[list[tuple[int, Tensor]]]]:
-        """Return the tensors that this rank steps, and for each param group pairs of a place and a full parameter."""
+        """Return the tensors that this rank steps, and for each param group pairs (index in it, full parameter)."""
         here = [tensor for message in messages for tensor in message.here]
         lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
         for tensor in sorted(here, key=lambda tensor: tensor.place):
@@ -420,7 +419,7 @@ class StepWithClosure:
     """One step. Owners call the class's ``step``; other ranks run the closure when the owners' steps do. In the closure
     parameters have the values that the step has written, and param groups list the model's parameters.
 
-    All owners, of which each replica of the shards has one, see the loss of rank 0, so that they take the same way."""
+    Each replica of the shards has an owner. All owners see the loss of rank 0, so that their steps branch alike."""
 
     def __init__(
         self, whole: WholeOptimizer, around: AroundStep, comm: Communicator, closure: Callable[[], object]
@@ -437,7 +436,7 @@ class StepWithClosure:
         self._autocast = callers_autocast(comm.device.type)
 
     def run(self) -> object:
-        """Return the result of the class's ``step`` or, on ranks that own nothing, of the first closure. Collective."""
+        """Run the step. Return its result or, on ranks that own nothing, the first closure's result. Collective."""
         whole, optimizer, result = self._whole, self._whole.optimizer, None
         error: Exception | None = None
         # ``_listed`` too: an interrupt in the class's step must not leave full parameters in the param groups.
@@ -482,8 +481,8 @@ class StepWithClosure:
         return self._call()
 
     def _agree_to_call(self, calls: bool | None) -> bool:
-        """Return whether the owners' steps call the closure. If they have cleared gradients before, clear them on all
-        ranks. ``calls``: whether this rank's step does; None: this rank owns nothing. Collective."""
+        """Return whether the owners' steps now call the closure. If the steps have cleared gradients before, clear them
+        on all ranks. ``calls``: whether this rank's step calls it; None: this rank owns nothing. Collective."""
         cleared = calls is True and self._has_cleared()
         called, ended, cleared = self._comm.max_(torch.tensor([calls is True, calls is False, cleared]).byte()).tolist()
         if called and ended:
@@ -508,8 +507,7 @@ class StepWithClosure:
         return True
 
     def _call(self) -> object:
-        """Give the written values back, run the closure, and bring the new values and gradients. Return the loss of
-        rank 0. Collective."""
+        """Give written values back, run the closure, and bring new values. Return rank 0's loss. Collective."""
         error = self._give_back()
         if error is not None:
             raise error
@@ -519,7 +517,7 @@ class StepWithClosure:
         return loss
 
     def _run_closure(self) -> object:
-        """Return the loss of rank 0."""
+        """Run the closure on this rank. Return the loss of rank 0."""
         with torch.enable_grad(), self._autocast:
             loss = self._closure()
         if self._loss is None:
@@ -546,8 +544,8 @@ class StepWithClosure:
             self._listed.enter_context(listed(self._whole.optimizer, lists))
 
     def _give_back(self, *, state: bool = False) -> Exception | None:
-        """Return the error if a write to a tier fails. Until the end of a step, which refers to the state, leave the
-        state where it is."""
+        """Send stepped values back and return the error if a write to a tier fails, else None. ``state``: whether to
+        store the optimizer state too, which the step refers to until it ends."""
         self._listed.close()
         messages, self._messages, error = self._messages, [], None
         for message in messages:

@@ -58,8 +58,8 @@ def localize(
 
     Args:
         groups: the ranks among which parameters may be split, by setting. Meshes have the settings' names.
-        stays_local: takes a module's name, and returns a function that is called before each forward and tells whether
-            the module computes with plain tensors in it; None if it never does.
+        stays_local: called with a module's name. Returns a function that is called before each forward and returns
+            whether the module computes with plain tensors in this forward; None if it never does.
 
     Raises ConfigError for a DTensor over a mesh that is not one of ``groups``, and for parts of unequal size."""
     made: dict[int, nn.Parameter] = {}

@@ -30,8 +30,8 @@ def device_mesh(device_type: str, size: int, name: str = "tensor_parallel") -> D
 
 
 def mesh_for(config: ZeroConfig, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh for a module's ``configure_model``, as Lightning's ``ModelParallelStrategy`` does: that of
-    ``zero.tensor_parallel``, else of ``zero.expert_parallel``, else None. The first call is collective."""
+    """Return the mesh for a module's ``configure_model`` (as Lightning's ``ModelParallelStrategy`` does): that of
+    ``zero.tensor_parallel`` or else ``zero.expert_parallel``; None without both. The first call is collective."""
     for key in ("tensor_parallel", "expert_parallel"):
         if (size := getattr(config, key)) > 1:
             return device_mesh(device.type, size, key)
@@ -95,7 +95,7 @@ def _own_plan(module: nn.Module) -> dict[str, TensorStyle]:
 
 
 class _SummedGradients(ParallelStyle):
-    """Sums over the ranks the gradients of replicated parameters that each rank uses only for its heads or features."""
+    """Sums over the ranks gradients of replicated parameters that each rank uses for only its heads or features."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for key, param in list(module.named_parameters(recurse=False)):
@@ -149,8 +149,8 @@ def _count(module: nn.Module) -> int:
 
 
 def _by_transformers(module: nn.Module, mesh: DeviceMesh, experts: DeviceMesh, asked: str) -> dict[str, StaysLocal]:
-    """Split the transformers models in ``module``. Return, by module name, functions that tell whether the module of
-    this name computes with plain tensors."""
+    """Split the transformers models in ``module``. Return, by module name, functions that return whether this module
+    computes with plain tensors."""
     models = {name: inner for name, inner in module.named_modules() if hasattr(type(inner), "_resolve_parallel_plans")}
     outer = tuple(f"{name}." for name in models if name)  # a model inside of another is split with it
     models = {name: m for name, m in models.items() if not (name.startswith(outer) or (name and "" in models))}
@@ -213,7 +213,7 @@ def _check_heads(model: Any, parts: int) -> None:
 
 
 def _untie(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Separate tied parameters, which still share memory. Return the places (module, name) of each tied parameter."""
+    """Make tied parameters separate objects that share memory. Return the places (module, name) of each of them."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for inner in module.modules():
         for key, param in inner._parameters.items():
@@ -229,7 +229,7 @@ def _untie(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Tie the parameters in ``ties`` again, after :func:`_untie`. Raise ConfigError if they are split differently."""
+    """Tie again the parameters that :func:`_untie` has separated. Raise ConfigError if they are split differently."""
     for (first, name), *others in ties:
         param = first._parameters[name]
         for inner, key in others:

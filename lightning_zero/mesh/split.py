@@ -57,7 +57,7 @@ class Split:
         return math.prod(self.shape[self.dim + 1 :])
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Yield where elements ``[start, stop)`` of this rank's flattened part lie in the flattened whole tensor."""
+        """Yield where elements ``[start, stop)`` of this rank's flattened part are in the flattened whole tensor."""
         whole_row = self.shape[self.dim] * self._inner
         row = sum(run.size for run in self.runs[self.part]) * self._inner
         for outer in range(start // row if row else 0, -(-stop // row) if row else 0):
@@ -70,7 +70,7 @@ class Split:
 
     def boxes(self, start: int, stop: int) -> Iterator[tuple[Box, int]]:
         """Yield (box, index of its first element in this rank's flattened part) for boxes of the whole tensor that
-        together have elements ``[start, stop)`` of the part. ``Box.start`` counts in the flattened whole tensor."""
+        together have elements ``[start, stop)`` of the part. ``Box.start`` is an index in the flat whole tensor."""
         shape = self.shape_of(self.part)
         if len(self.runs[self.part]) == 1:  # a box of the part is a box of the whole tensor
             first = self.runs[self.part][0].first

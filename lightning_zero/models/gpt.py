@@ -36,8 +36,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
-        """Map ``x [batch, length, d_model]`` to the same shape. ``rotation``: ``[1, 2, length, head_width / 2]`` or
-        None."""
+        """Map ``x [batch, length, d_model]`` to the same shape. ``rotation [1, 2, length, head_width / 2]`` or None."""
         batch, length, width = x.shape
         # Heads come first in the rows of qkv, so that tensor parallelism can divide them among ranks.
         heads = self.qkv(self.norm1(x)).view(batch, length, -1, 3, width // self.n_head)

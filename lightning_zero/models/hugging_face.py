@@ -60,7 +60,7 @@ class LitCausalLM(LanguageModel):
         self.model.train()  # from_pretrained leaves the model in eval mode
 
     def _shards(self) -> bool:
-        """Return whether to build the model on meta: ZeroStrategy reads values later, and a memory plan needs none."""
+        """Return whether to build on meta, for ZeroStrategy or a plan. Raise ConfigError without ``zero.init_from``."""
         from lightning_zero.trainer.strategy import ZeroStrategy
 
         if torch.get_default_device().type == "meta":

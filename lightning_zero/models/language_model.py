@@ -31,7 +31,7 @@ class LanguageModel(LightningModule):
         optimizer: makes the optimizer from the param groups of :func:`decay_groups`, such as
             ``functools.partial(torch.optim.SGD, lr=0.1)``. Default: AdamW at 3e-3.
         warmup_steps: optimizer steps of warmup, before a cosine decay.
-        min_lr_ratio: learning rate at the end of training, as a share of the highest one.
+        min_lr_ratio: learning rate at the end of training, divided by the highest learning rate.
 
     Attributes:
         vocab_size: number of tokens.
@@ -59,8 +59,7 @@ class LanguageModel(LightningModule):
         )
 
     def split_sequence(self, batch: Tensor, part: SequencePart) -> Tensor:
-        """Return this rank's part of ``batch`` under ``zero.sequence_parallel``, with one more token, the last
-        target."""
+        """Return this rank's part of ``batch`` under ``zero.sequence_parallel``, with one more token as last target."""
         return part.of(batch, overlap=1)
 
     def _bits_per_byte(self, nats: Tensor) -> Tensor:
@@ -110,7 +109,7 @@ class LanguageModel(LightningModule):
 
 
 def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return param groups of trainable parameters: matrices with weight decay, vectors (biases, norms) without."""
+    """Return two param groups of trainable parameters: matrices, and vectors (biases, norms) without weight decay."""
     trainable = [p for p in params if p.requires_grad]
     return [
         {"params": [p for p in trainable if p.ndim >= 2]},
@@ -119,7 +118,7 @@ def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def warmup_cosine(warmup_steps: int, total_steps: float, min_ratio: float) -> Callable[[int], float]:
-    """Return a function from step to learning-rate factor. In endless training the factor stays 1 after warmup."""
+    """Return a function from steps to learning-rate factors. In endless training the factor stays 1 after warmup."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -52,7 +52,7 @@ def salt_of(*parts: object) -> int:
 
 
 def dtype_of_step(run: Tensor, grad: Tensor, *, rounds: bool) -> torch.dtype:
-    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: round masters stochastically."""
+    """Return the dtype in which :func:`step_in_chunks` computes. ``rounds``: whether to round stochastically."""
     same = grad.dtype == run.dtype and not rounds
     return run.dtype if same else torch.promote_types(run.dtype, torch.float32)
 

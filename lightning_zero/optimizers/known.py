@@ -1,4 +1,4 @@
-"""Tell which of torch's optimizers and states are element-wise, make the state that a step expects, choose kernels."""
+"""Tell which of torch's optimizers and states are element-wise, make state that a step expects, and choose kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PER_TENSOR: dict[type[Optimizer] | None, set[str]] = {
 
 
 def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
-    """Return the element-wise class of torch that ``optimizer`` is an instance of, or None if there is none."""
+    """Return the element-wise class of torch of which ``optimizer`` is an instance, or None if there is none."""
     return next((kind for kind in type(optimizer).__mro__ if kind in ELEMENTWISE), None)
 
 
@@ -77,7 +77,7 @@ def is_elementwise(optimizer: Optimizer, name: str, value: Any, tensor: Tensor) 
 
 
 def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-    """Create state of ``tensors`` that torch's step expects but does not create. ``group``: their param group.
+    """Create those states of ``tensors`` that torch's step needs but does not create. ``group``: their param group.
 
     Adagrad creates state only in its constructor (torch 2.11). Fused SGD cannot mix tensors with and without a momentum
     buffer, so tensors without a buffer get a buffer of zeros."""
@@ -139,8 +139,8 @@ def count_states(optimizer: Optimizer) -> int:
 
 
 def prefers_fused(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
-    """Return whether to use torch's fused kernel for ``params``: it supports them, and the user has chosen no kernel in
-    ``group``. On a CPU the fused kernel is the only fast one."""
+    """Return whether to use torch's fused kernel for ``params``: the kernel must support them, and the user must not
+    have chosen a kernel in ``group``. On a CPU the fused kernel is the only fast one."""
     free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
     if isinstance(optimizer, torch.optim.SGD):
         if group["momentum"] and group["dampening"]:

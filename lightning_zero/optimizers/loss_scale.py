@@ -34,7 +34,7 @@ class LossScaler(GradScaler):
         return self.get_scale()
 
     def update(self, *, overflowed: bool) -> None:  # type: ignore[override]
-        """Adapt the scale after each step. ``overflowed``: the step was skipped because of an overflow."""
+        """Adapt the scale after each step. ``overflowed``: whether the step was skipped because of an overflow."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
         factors = self._growth_factor, self._backoff_factor, self._growth_interval

@@ -68,9 +68,8 @@ run."""
 
 
 def random_bits(places: Places, low: int, high: int, step: int, number: int, device: torch.device) -> list[Stretch]:
-    """Return the random bits for rounding the state of elements ``[low, high)`` of a run in step ``step``. Padding gets
-    no bits. Positions in the result are relative to ``low``. ``number``: index of the state among the optimizer's
-    states."""
+    """Return the random bits for rounding a state of elements ``[low, high)`` of a run in step ``step``. Padding gets
+    none. Positions in the result are relative to ``low``. ``number``: the state's index among the states."""
     table, found = _table(device), []
     first = bisect_right(places, low, key=lambda place: place[0].start + place[0].numel)
     for fragment, name in places[first:]:
@@ -89,7 +88,7 @@ def random_bits(places: Places, low: int, high: int, step: int, number: int, dev
 
 @lru_cache(maxsize=8)
 def _table(device: torch.device) -> Tensor:
-    """Return a table [_TABLE] int32 of :data:`BITS` random bits per entry, equal in every process."""
+    """Return a table [_TABLE] of int32, equal in every process, whose entries have :data:`BITS` random bits each."""
     return (_mixed(torch.arange(_TABLE, dtype=torch.int64)) & ((1 << BITS) - 1)).to(torch.int32).to(device)
 
 

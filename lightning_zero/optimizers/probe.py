@@ -1,12 +1,12 @@
 """Try an optimizer before training: does it step each tensor by itself, and what state does it keep? If the user has
 declared the class element-wise (``zero.optimizer.sharding=slices``), does it step each element by itself?
 
-:func:`probe`: one copy of the optimizer steps all tensors together. Other copies step a part of the same tensors each,
-like ranks do. The results must be equal to the bit. The copies step small tensors a dozen times, then tensors of the
+:func:`probe`: one copy of the optimizer steps all tensors together. Other copies each step a part of these tensors, as
+ranks do. The results must be equal to the bit. The copies step small tensors a dozen times, then tensors of the
 model's shapes a few times, because a class may treat some sizes differently.
 
-:func:`check_declared`: one copy steps whole tensors; others step slices of the same tensors, like two ranks would. The
-tensors are small first, then some of the model's shapes. The results must be equal within a tolerance, because
+:func:`check_declared`: one copy steps whole tensors; other copies step slices of these tensors, as two ranks would. The
+tensors are small first, then have some of the model's shapes. The results must be equal within a tolerance, because
 vectorised kernels round the last elements of a tensor differently."""
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Probed(NamedTuple):
 
 def probe(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device, *, true_shapes: bool = True) -> Probed:
     """Step copies of ``optimizer`` and return what the steps have shown. Not collective. The optimizer and random
-    states do not change. ``dtype_of``: returns the dtype of a parameter's master. ``true_shapes``: also step tensors of
-    the model's shapes. Raises ConfigError if a step runs collectives."""
+    states do not change. ``dtype_of``: returns the dtype of a parameter's master. ``true_shapes``: whether to step
+    tensors of the model's shapes too. Raises ConfigError if a step runs collectives."""
     if device.type == "meta":  # without values nothing can be compared
         device = torch.device("cpu")
     with trying(type(optimizer).__qualname__, device):
@@ -89,8 +89,8 @@ def _probe_small(optimizer: Optimizer, dtype_of: DtypeOf, device: torch.device) 
 
 def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
     """Raise ConfigError if ``optimizer`` does not step each element by itself, or if its step calls its closure.
-    ``cut``: returns the lengths of the slices of a parameter. An optimizer that cannot be tried is accepted: one whose
-    step fails or draws random numbers, or whose constructor has made state."""
+    Accepts an optimizer that cannot be tried, because its step fails or draws random numbers, or its constructor has
+    made state. ``cut``: returns the lengths of the slices of a parameter."""
     if optimizer.state or device.type == "meta":
         return
 

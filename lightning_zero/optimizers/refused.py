@@ -93,8 +93,8 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype, *, whole: bool) -> No
 
 
 def check_narrow_groups(optimizer: Optimizer, state: StateDtype, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ConfigError if one of the param groups in ``groups`` needs state that cannot be stored in the dtype
-    ``state``, or keeps no state at all. ``groups``: param groups of ``optimizer`` or of a checkpoint."""
+    """Raise ConfigError if a param group in ``groups`` keeps no state, or needs state that cannot be stored in the
+    dtype ``state``. ``groups``: param groups of ``optimizer`` or of a checkpoint."""
     asked, base = f"{_KEY}={state.name}", base_of(optimizer)
     for group in groups:
         if base is torch.optim.SGD and not group["momentum"]:

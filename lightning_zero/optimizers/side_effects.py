@@ -71,7 +71,7 @@ class Watch:
         self._own = _noted(_attributes(optimizer))
 
     def effects(self, stepped: Sequence[bool]) -> Effects:
-        """Return what has changed since this object was made. ``stepped``: for each group, whether it had tensors."""
+        """Return what a step has changed since the constructor ran. ``stepped``: for each group, if it had tensors."""
         pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
         groups = [_changed(group, before) for group, before in pairs]
         return Effects(groups, list(stepped), _changed(_attributes(self._optimizer), self._own))
@@ -143,8 +143,8 @@ def _set(values: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _refill(held: Any, value: Any) -> bool:
-    """Replace the items of the container ``held`` by the items of ``value``, in place, and return True. If they are not
-    containers of the same type, change nothing and return False."""
+    """If ``held`` and ``value`` are containers of the same type, replace the items of ``held`` in place by those of
+    ``value``, and return True. Otherwise change nothing and return False."""
     if type(held) is not type(value) or not isinstance(held, (list, deque, dict, set)):
         return False
     value = copy.deepcopy(value)

@@ -36,7 +36,7 @@ def shape_of(name: str, leaf: Tensor, small: Tensor) -> StateShape:
 
 
 def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield path and tensor for each tensor of more than one element in ``value``, a parameter's state."""
+    """Yield (path, tensor) for each tensor with more than one element in ``value``, a parameter's state."""
     if isinstance(value, Tensor):
         if value.numel() > 1:
             yield name, value
@@ -68,7 +68,7 @@ def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> A
 
 
 def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
-    """Like :func:`map_tree`, but replace only tensors of more than one element."""
+    """Like :func:`map_tree`, but replace only tensors with more than one element."""
     return map_tree(
         value, lambda name, leaf: change(name, leaf) if isinstance(leaf, Tensor) and leaf.numel() > 1 else leaf
     )
@@ -117,7 +117,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether flat tensors of one dtype and device are equal to the bit, NaN included."""
+    """Return whether two flat tensors of equal dtype and device are equal to the bit, also where they are NaN."""
     first, second = (tensor.contiguous().view(torch.uint8) for tensor in (one, other))
     if first.shape == second.shape and all((t.storage_offset() | t.numel()) % 8 == 0 for t in (first, second)):
         first, second = first.view(torch.int64), second.view(torch.int64)  # three times as fast

@@ -125,7 +125,7 @@ class Trial:
         cut: returns the lengths of the flat slices into which a parameter's tensor is cut. None: do not cut.
         most_true: try tensors of the parameters' own shapes, with at most this many elements in all. Small tensors
             replace shapes that are too large (``untried``). A shape that occurs twice in a param group is tried twice.
-            0: try small tensors only."""
+            With 0 only small tensors are tried."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class Trial:
                 step_of(self.optimizer)(self.optimizer)
 
     def run_apart(self) -> None:
-        """Step like ranks do: a separate copy of the optimizer steps each part of the tensors, and one more copy has no
+        """Step as ranks do: a separate copy of the optimizer steps each part of the tensors, and one more copy has no
         tensors. Afterwards ``self.optimizer`` is a copy with the state of all tensors."""
         parts = [*filter(None, self._parts()), []]
         copies = [self._only(part) for part in parts]
@@ -275,7 +275,7 @@ class Trial:
         return not same(before, self._of_tensors())
 
     def calls_its_closure(self) -> bool:
-        """Return whether a step calls its closure more than once, or after it has changed a tensor, or needs one."""
+        """Return whether a step requires a closure, or calls it more than once or after it has changed a tensor."""
         calls: list[bool] = []
         before = [small.tensor.detach().clone() for small in self._small]
 
@@ -316,8 +316,7 @@ def _made_up(dims: int) -> tuple[int, ...]:
 
 
 def _small(dims: int) -> list[tuple[int, ...]]:
-    """Return three small shapes of ``dims`` dimensions, two of which are equal, because some optimizers step tensors of
-    equal shapes as a batch."""
+    """Return three shapes of ``dims`` dimensions, two of them equal: some optimizers step equal shapes as a batch."""
     sides = _made_up(dims)
     return [sides, sides, sides[::-1] if dims > 1 else tuple(2 * n for n in sides)]
 
@@ -365,7 +364,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _noted(holder: Any, seen: set[int], depth: int = 0) -> dict[str, Any]:
-    """Return the plain values and tensors in the attributes of ``holder``, with the same nesting, so that two trials
+    """Return the plain values and tensors in the attributes of ``holder``, nested in the same way, so that two trials
     can be compared. ``seen``: ids of objects that are not visited again. ``depth``: the nesting level of ``holder``."""
     seen.add(id(holder))
     skipped = ("state", "param_groups", "defaults") if isinstance(holder, Optimizer) else ()

@@ -7,7 +7,7 @@
     conversions  converts tensors that transformers stores differently in files and in memory
     first        finds how a module initializes its values
 
-This file matches the tensors of a folder with parameters and buffers of a module. The folder has the names of the
+This file matches the tensors of a folder with parameters and buffers of a module. The folder uses the names of the
 transformers model. The module's names may have a prefix (``model.``, an attribute of a LightningModule) and contain
 names of adapters (``base_layer``), and some tensors are fused in memory (``conversions``)."""
 
@@ -32,8 +32,8 @@ SHOWN = 5  # names in a message
 def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = False) -> dict[str, StoredTensor]:
     """Return the folder's tensors for parameters and buffers of ``module``, by their names in ``module``.
 
-    ``warn``: warn of missing and unused tensors. ``only_meta``: leave out tensors for which ``module`` has values.
-    Raises ConfigError if files are absent or damaged, if no tensor belongs to ``module``, or if shapes differ."""
+    ``warn``: warn of missing and unused tensors. ``only_meta``: return only tensors that are on meta in ``module``.
+    Raises ConfigError for absent or damaged files, no tensor of ``module``, a quantized tensor or another shape."""
     folder = SafetensorsFolder(path)
     found = match(module, folder)
     if not found.sources:
@@ -57,7 +57,7 @@ def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = 
 
 
 def some(names: Iterable[str]) -> str:
-    """Return text for a message: the first few of ``names``, and how many more there are."""
+    """Return the first few of ``names`` as text for a message, and how many more there are."""
     names = list(names)
     rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + rest
@@ -111,7 +111,7 @@ def _is_quantized(value: Tensor, own: Tensor) -> bool:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return pairs of name and tensor: all parameters and persistent buffers, tied parameters under each name."""
+    """Return (name, tensor) for all parameters and persistent buffers; tied parameters under each of their names."""
     found: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
     for prefix, inner in model.named_modules():
         for key, value in inner.named_buffers(recurse=False):
@@ -138,8 +138,8 @@ def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
 
 
 def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of parameters and persistent buffers of ``module`` that are not in ``sources``, except adapters.
-    For tied tensors, one of their names in ``sources`` is enough."""
+    """Return the names of parameters and persistent buffers of ``module``, except adapters, that are not in
+    ``sources``. For a tied tensor, any one of its names in ``sources`` is enough."""
     names: dict[int, list[str]] = {}
     for name, value in _tensors(module):
         names.setdefault(id(value), []).append(name)

@@ -36,7 +36,7 @@ def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
 
 def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
     """Convert ``stored``, the tensors in files, to tensors of ``model``, and return them by name. ``own``: the model's
-    tensors; names lack the parts that PEFT adds. Stored tensors that ``model`` does not have are returned unchanged."""
+    tensors, by names without the parts that PEFT adds. Stored tensors that ``model`` lacks are returned unchanged."""
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # older versions convert nothing
@@ -66,8 +66,8 @@ def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, 
 
 
 class _Group:
-    """Tensors in files that together become one or more tensors in memory. Reading one of the latter converts the
-    whole group, which stays cached until another group is read."""
+    """Tensors in files that together become one or more tensors in memory. Reading one of the tensors in memory
+    converts the whole group, which stays cached until another group is read."""
 
     _last: tuple[_Group, dict[str, Tensor]] | None = None
 

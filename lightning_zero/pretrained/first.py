@@ -16,7 +16,7 @@ ADAPTER = "reset_lora_parameters"
 
 
 def resetter(root: nn.Module, name: str, module: nn.Module) -> Callable[[], Any] | None:
-    """Return a function that initializes ``module``, named ``name`` in ``root``; None if there is no way to do so."""
+    """Return a function that initializes ``module``, named ``name`` in ``root``; None if no way to do so is known."""
     parts = name.split(".")
     first = next((n for n, part in enumerate(parts) if part.startswith("lora_")), None)
     # A module of an adapter: ``...q_proj.lora_A.default``.

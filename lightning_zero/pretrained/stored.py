@@ -19,9 +19,8 @@ class StoredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read) -> StoredTensor:
-        """``read(start, stop, order)`` returns elements ``[start, stop)`` of the flat tensor in ``dtype``, on the host.
-
-        The tensor is flattened with its dimensions in ``order``; None: row-major."""
+        """``read(start, stop, order)`` must return elements ``[start, stop)`` of the flattened tensor in ``dtype``, on
+        the host. ``order``: the order of dimensions in which the tensor is flattened; None: row-major."""
         made: StoredTensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore
         made._read = read
         return made
@@ -52,7 +51,7 @@ class StoredTensor(Tensor):
 
 
 class KeptTensor(StoredTensor):
-    """A state dict entry of a frozen parameter that the checkpoint lacks. Loading leaves the parameter as it is."""
+    """The state dict entry of a frozen parameter that a checkpoint lacks. Loading it leaves the parameter as it is."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> KeptTensor:

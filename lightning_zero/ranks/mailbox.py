@@ -37,7 +37,7 @@ class Mailbox:
             self._store.set(f"{self._prefix}/{self._rank}", dumps(value))
 
     def collect(self, give_up: Callable[[list[int], float], str]) -> list[Any]:
-        """Wait on rank 0 for the messages of all ranks and return them in rank order. Meanwhile poll ``give_up(missing
+        """On rank 0, wait for the messages of all ranks and return them in rank order. Meanwhile poll ``give_up(missing
         ranks, seconds since the last message)``; if it returns a text, raise a RuntimeError with this text."""
         found: dict[int, Any] = {0: self._own}
         missing = list(range(1, self._world_size))
@@ -57,7 +57,7 @@ class Mailbox:
 
 
 def say_once(text: str) -> None:
-    """Print ``text`` on stderr: on rank 0 if all ranks call this within :data:`SAID_S` seconds, else on each caller."""
+    """Print ``text`` on stderr: on rank 0 if all ranks call this within :data:`SAID_S` seconds, else on each rank."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     key = f"lightning_zero/said/{zlib.crc32(text.encode())}"
     wait_s = SAID_S if rank else 2 * SAID_S  # rank 0 ends last: a launcher may end the others with it

@@ -36,7 +36,7 @@ def is_alive(pid: int) -> bool:
 
 class RunningTime:
     """Counts the seconds in which this process runs. A job that a scheduler has suspended, or a process that a debugger
-    has held, must not take other ranks for late when it continues.
+    has held, must not consider other ranks late when it continues.
 
     A thread calls this object every few seconds. More than ``pause_s`` seconds between two calls count as a pause.
 
@@ -63,11 +63,11 @@ class Post:
     """What a rank has posted.
 
     Attributes:
-        beat: number of the post; 0 if the rank has posted nothing.
+        beat: how many times the rank has posted.
         place: what the rank is doing, in words.
-        wait: number and label of the message that the rank waits for; empty if it waits for none.
-        asked: how often the rank has sent or waited for each message, by label. None unless ``wait`` has lasted a beat.
-        left: the rank has said goodbye: its process ends normally.
+        wait: index and label of the message that the rank waits for; empty if it waits for none.
+        asked: how often the rank has sent or waited for each message, by label. None if ``wait`` is new or empty.
+        left: whether the rank has said goodbye, because its process ends normally.
     """
 
     host: str = ""
@@ -91,9 +91,9 @@ class Seen(NamedTuple):
     """The last post of a rank, as seen by this rank.
 
     Attributes:
-        has_ended: the rank's process was on this machine and has ended.
-        silent_s: seconds in which this rank has seen no new beat.
-        still_s: seconds in which this rank has seen the same wait.
+        has_ended: whether the rank's process was on this machine and has ended.
+        silent_s: for how many seconds this rank has seen no new beat of that rank.
+        still_s: for how many seconds this rank has seen that rank in the same wait.
     """
 
     post: Post
@@ -103,7 +103,7 @@ class Seen(NamedTuple):
 
 
 class Posts:
-    """Writes this rank's post and reads those of other ranks. ``store``: a connection on which no call blocks long.
+    """Writes this rank's post and reads other ranks' posts. ``store``: a connection on which no call blocks for long.
 
     Attributes:
         own: the last post of this rank.
@@ -126,7 +126,7 @@ class Posts:
             self._store.set(f"{self._prefix}/{self._rank}", json.dumps(asdict(self.own)))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Seen]:
-        """Return the posts of ``ranks``."""
+        """Return the last post of each of ``ranks``, by rank."""
         keys = {rank: f"{self._prefix}/{rank}" for rank in ranks}
         known = keys
         if not self._store.check(list(keys.values())):

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Count:
-    """Counts how many of ``total`` bytes some work, such as a thread's, has done."""
+    """Counts how many of ``total`` bytes a piece of work has processed, for example in a thread."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
@@ -29,7 +29,7 @@ class Count:
 
 
 class LongWork:
-    """Shows on stderr how far long loops, calls and waits have come. Without ``shows`` it shows nothing."""
+    """Shows the progress of long loops, calls and waits on stderr; shows nothing if ``shows`` is False."""
 
     def __init__(self, shows: bool = False) -> None:
         self.shows = shows
@@ -44,7 +44,7 @@ class LongWork:
 
     @contextlib.contextmanager
     def bytes(self, what: str, total: Callable[[], int]) -> Iterator[Did]:
-        """Show work on bytes. The body calls the yielded function with bytes done. Calls ``total`` only if shown."""
+        """Yield a function to call with numbers of bytes done, to show progress. Calls ``total`` only to show it."""
         count = Count(total() if self.shows else 0)
         with self._lines(what, count.total, decimal) as at:
 
@@ -71,7 +71,7 @@ class LongWork:
 
     @contextlib.contextmanager
     def _lines(self, what: str, total: int | None, text: Callable[[int], str]) -> Iterator[Callable[[int], None]]:
-        """Yield a function that shows progress, given how much of ``what`` is done. ``total`` is None if unknown."""
+        """Yield a function to call with how much of ``what`` is done, to show it. ``total``: None if unknown."""
         begin = time.monotonic()
         following = begin + AFTER_S
 

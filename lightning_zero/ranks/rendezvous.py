@@ -50,7 +50,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def shared_settings(config: ZeroConfig, more: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that must be equal on all ranks. Paths in the run folder become relative to the folder.
+    """Return the settings that must be equal on all ranks. ``<run_dir>`` replaces the path of the run folder in values.
     ``more``: settings besides those of ``config``."""
     flat = flatten({"zero": asdict(config)}) | flatten(more)
     run_dir = flat.get("run_dir")
@@ -92,8 +92,8 @@ class Rendezvous:
 
     Args:
         shared: values that must be equal on all ranks, by part (``versions``, ``settings``) and key.
-        where: address and port of the store, for messages.
-        per_node: processes of a node, for messages.
+        where: address and port of the store, for error messages.
+        per_node: number of processes per node, for error messages.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ _SAME_RANK = "Give each node a NODE_RANK (torchrun: --node-rank) of its own, and
 
 
 def _first_difference(reference: Mapping[str, Mapping[str, str]], own: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return part, key, ``reference``'s value and ``own``'s value of the first difference; empty if all are equal."""
+    """Return [part, key, value in ``reference``, value in ``own``] of the first difference; [] if there is none."""
     for part in reference:
         for key in sorted({*reference[part], *own[part]}):
             expected, got = (values[part].get(key, "nothing") for values in (reference, own))
@@ -262,7 +262,7 @@ def _plural(ranks: Sequence[int]) -> str:
 
 
 def places(members: Iterable[Member]) -> str:
-    """Format the hosts of ``members`` as ``2 nodes (a: 0-1, b: 2-3)``; only the number of nodes if more than 4."""
+    """Format the hosts of ``members`` as ``2 nodes (a: 0-1, b: 2-3)``; above 4 nodes return only their number."""
     hosts: dict[str, list[int]] = {}
     for member in members:
         hosts.setdefault(member.host, []).append(member.rank)
@@ -276,7 +276,7 @@ def places(members: Iterable[Member]) -> str:
 
 
 def resolve(address: str, port: int, *, wait_s: float = RESOLVE_S) -> str:
-    """Resolve ``address`` to an IP, with retries for ``wait_s`` seconds (new nodes). Raises StartError on failure."""
+    """Return the IP of ``address``. Raises StartError if it cannot be resolved within ``wait_s`` seconds."""
     deadline = time.monotonic() + wait_s
     while True:
         try:

@@ -54,7 +54,7 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Return ``text`` without characters that are not allowed in folder names or need quotes in overrides."""
+    """Return ``text`` with dashes for characters that folder names forbid or that would need quotes in overrides."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "0"
 
 
@@ -77,7 +77,7 @@ def checkpoint_of_job(
 
 def note_job(run_dir: str | os.PathLike[str]) -> bool:
     """Write a note into ``run_dir`` that this job trains there. Return whether the note was there already (False
-    without a job name). One rank calls this, after all ranks have joined."""
+    without a job name). Call this on one rank, after all ranks have joined."""
     job = job_name()
     if job is None:
         return False
@@ -92,7 +92,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> bool:
 
 
 def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
-    """Note that this job will write a checkpoint to ``path``. Called on one rank. ``owner``: a callback's state key."""
+    """Note that this job will write a checkpoint to ``path``. Call on one rank. ``owner``: a callback's state key."""
     with (Path(run_dir) / FILES).open("a") as file:
         # Begin with a newline, because a killed process may have left an unfinished line.
         file.write("\n" + json.dumps([owner, path if "://" in path else os.path.abspath(path)]) + "\n")
@@ -101,8 +101,7 @@ def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
 
 
 def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path | str]]:
-    """Return the checkpoints that this job has begun to write, by the callback's state key. Remote addresses are
-    text."""
+    """Return the checkpoints that this job has begun to write (remote ones as text), by the callback's state key."""
     found: dict[str, set[Path | str]] = {}
     with contextlib.suppress(OSError):
         for line in (Path(run_dir) / FILES).read_text().splitlines():
@@ -169,7 +168,7 @@ def _remote_checkpoints(folder: str, names: str, own: Collection[str]) -> Iterat
 
 
 def _whole(path: Path) -> bool:
-    """Return whether a checkpoint has what is written last: the table of a zip file, or ``.metadata`` of a folder."""
+    """Return whether a checkpoint has what is written last: a zip file's table, or a folder's ``.metadata``."""
     return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)
 
 

@@ -5,21 +5,21 @@ Each rank posts what it does every few seconds (``posts.py``). :func:`verdict` i
 on, or some ranks are gone (PeerError), or all ranks are stuck (StallError). It is asked by
 
 - a wait whose connection breaks (gloo), or that lasts: it raises PeerError or StallError (``waits.py``);
-- a thread beside training, about the ranks before and after this one (``watchdog.py``). Elsewhere than in the engine's
-  waits (say, in a metric's barrier, or on a device) a backend waits for its own timeout unless it notices the death; it
-  never does under NCCL or when a network is cut. The thread prints the verdict, and ends this process if it makes no
-  further progress::
+- a thread beside training, about the ranks before and after this one (``watchdog.py``). Outside of the engine's waits
+  (for example in a metric's barrier or on a device) a backend waits for its own timeout unless it notices the death,
+  which it never does under NCCL or when a network is cut. The thread prints the verdict, and ends this process if the
+  process makes no further progress::
 
       a rank has ended on this machine without a goodbye   after a standstill of ten seconds (``STANDSTILL_S``). Not
                                                            under gloo, whose connections break
       no beat for zero.stall_timeout_s, or the store is    after a standstill that is longer than the engine's own
       gone or silent                                       errors take, because those say more
 
-  No process is ended while its training thread progresses, or while a person types into it. A launcher may be sooner:
-  Lightning's looks every 5 s.
+  No process is ended while its training thread progresses, or while a person types into it. A launcher may end the
+  process sooner: Lightning's launcher looks every 5 s.
 
-The first rank that acts on a verdict posts its sentence, which all others then use, because a later rank may only have
-seen the first one leave::
+The first rank that acts on a verdict posts a sentence about it, which all others then use, because a later rank may
+have seen only that the first rank left::
 
     rank 3   killed
     rank 1   broken connection   who is it?  roll call ............ 3 posts nothing      posts: rank 3
@@ -60,7 +60,7 @@ class PeerError(RuntimeError):
 
 
 class StallError(RuntimeError):
-    """Raised when other ranks do not come. The message says what each rank is doing."""
+    """Raised when other ranks do not join an operation. The message says what each rank is doing."""
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -74,7 +74,7 @@ def plain(error: BaseException) -> str:
 
 
 class Gone(NamedTuple):
-    """The verdict that ``ranks`` are gone. ``have_ended``: known to have ended; else they only post nothing."""
+    """The verdict that ``ranks`` are gone. ``have_ended``: whether they have ended; if False, they are only silent."""
 
     ranks: list[int]
     have_ended: bool
@@ -98,7 +98,7 @@ class Gone(NamedTuple):
 
 class Stuck(NamedTuple):
     """The verdict that all ranks wait. ``places``: what each rank is doing. ``labels``: the message that each waits
-    for. ``nobody_comes``: each message lacks a rank that has not sent it; else messages may be on their way."""
+    for. ``nobody_comes``: whether each of these messages still lacks some rank; else messages may be on their way."""
 
     places: list[str]
     labels: list[str]
@@ -109,9 +109,9 @@ def verdict(seen: Mapping[int, Seen], *, silent_s: float, still_s: float = math.
     """Judge what ranks have posted. Return None if ranks can go on.
 
     Args:
-        seen: the posts of the ranks to judge. That ranks are stuck can be found only with the posts of all ranks.
-        silent_s: a rank without a beat for so many seconds is gone.
-        still_s: ranks are stuck if each of them has waited for the same message for so many seconds.
+        seen: the posts of the ranks to judge. With the posts of only some ranks a :class:`Stuck` means nothing.
+        silent_s: a rank without a new beat for this many seconds is gone.
+        still_s: ranks are stuck if each of them has been in the same wait for this many seconds.
     """
     ended = [rank for rank, one in seen.items() if one.has_ended]
     gone = ended or [rank for rank, one in seen.items() if one.silent_s >= silent_s]
@@ -122,7 +122,7 @@ def verdict(seen: Mapping[int, Seen], *, silent_s: float, still_s: float = math.
         return None
 
     def is_lacking(post: Post) -> bool:
-        """Return whether some rank is known to have sent the message of ``post`` less often than that rank."""
+        """Return whether some rank has sent the message that ``post`` waits for fewer times than ``post``'s rank."""
         asked = post.asked.get(post.label, 0) if post.asked is not None else 0
         return any(other.asked is not None and other.asked.get(post.label, 0) < asked for other in posts)
 
@@ -134,7 +134,7 @@ class Peers:
     between the posts of a rank.
 
     Attributes:
-        known: a sentence about the rank that ended first.
+        known: a sentence about the rank that ended or failed first; None if unknown.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Peers:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _post_first(self, name: str, value: Any) -> Any:
-        """Post ``value`` unless another rank has posted one. Return the posted value."""
+        """Post ``value`` under ``name`` unless some rank has already posted there. Return the value posted there."""
         return json.loads(self._store.compare_set(self._key(name), "", json.dumps(value)))
 
     def forget(self) -> None:
@@ -169,21 +169,21 @@ class Peers:
     # -- what ranks have found --------------------------------------------------------------------------------------
 
     def find_posted(self) -> bool:
-        """Set :attr:`known` to the posted sentence on a rank that ended or failed. Return whether one has ended."""
+        """Set :attr:`known` to the posted sentence on a rank that ended or failed. Return whether a rank has ended."""
         gone = self._read("gone")
         self.known = gone[1] if gone is not None else self.known or self._read("failed")
         return gone is not None
 
     def tell(self, error: BaseException) -> None:
-        """Post that this rank fails by its own ``error``, so that other ranks can say why this rank is gone."""
+        """Post that this rank fails, and its ``error``, so that other ranks can say why this rank is gone."""
         self._told = True
         text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0][:300]
         self.known = self._post_first("failed", f"{self.posts.own.name(self._rank)} failed with {text}")
 
     def tell_gone(self, found: str, *, aloud: bool = False) -> str:
-        """Post ``found``, a sentence about the rank that has ended, unless a rank has already posted such a sentence.
-        Return the posted sentence. If the store ends with this process, wait so that other ranks can read it first.
-        ``aloud``: if this rank posted it, print it: a launcher may end this process before an exception is printed."""
+        """Post a sentence about the rank that has ended: what :meth:`tell` has posted, else ``found``. A sentence that
+        some rank has already posted stays. Return the posted sentence. If the store ends with this process, wait so
+        that others can read it. ``aloud``: print it if it is this rank's, in case a launcher soon ends this process."""
         own = [self._rank, self._read("failed") or found]
         first = self._post_first("gone", own)
         self.known = str(first[1])
@@ -203,8 +203,8 @@ class Peers:
 
     def call_roll(self, dying_s: float = 0.0) -> tuple[dict[int, Seen], Gone | None]:
         """Watch other ranks' posts until a process of this machine has ended, each rank has posted again, or silent
-        ranks must be gone. Return the posts, and a :class:`Gone` or None. ``dying_s``: seconds that a process of this
-        machine may still take to end."""
+        ranks must be gone. Return the posts by rank, and a :class:`Gone` if ranks are gone, else None. ``dying_s``:
+        seconds that a process of this machine may still take to end."""
         seen = self.posts.read(rank for rank in range(self._world_size) if rank != self._rank)
         deadline = time.monotonic() + dying_s
         while not any(self.posts.has_ended(one.post) for one in seen.values()) and time.monotonic() < deadline:
@@ -219,7 +219,7 @@ class Peers:
             time.sleep(self._every_s)
 
     def culprit(self) -> str:
-        """Find within seconds which rank has ended, after a broken connection. Return a sentence about it."""
+        """After a broken connection, find within seconds which rank has ended. Return a sentence about that rank."""
         try:
             self.find_posted()
             if self.known is not None:
@@ -233,11 +233,11 @@ class Peers:
             return self.known or self.without_store()
 
     def compare_waits(self, wait: str, silent_s: float, asks: bool) -> Gone | Stuck | None:
-        """Judge the posts of all ranks. If all ranks wait, first watch their posts for some seconds.
+        """Return a verdict on the waits of all ranks. If all wait, look twice, to see whether they stay in those waits.
 
         Args:
-            wait: number and label of this rank's wait.
-            asks: read all posts. If False, read only what another rank has found.
+            wait: index and label of this rank's wait.
+            asks: whether to read all posts. If False, read only what another rank has found.
         """
         told = self._read("stuck")
         if told is not None and told[0][self._rank] == wait:

@@ -33,7 +33,7 @@ _going_on: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def goes_on_in_waits(what: Any) -> None:
-    """Call ``what.go_on()`` while this process waits for other ranks, as long as ``what`` lives.
+    """Call ``what.go_on()`` while this process waits for other ranks, until ``what`` is garbage-collected.
 
     ``go_on`` sends messages that another rank may need before it can join this rank's wait. It neither waits nor
     raises, and returns whether messages are left to send.
@@ -48,7 +48,7 @@ class _Wait(NamedTuple):
 
 
 class _Elsewhere:
-    """Stands for the message of a call outside of the engine, until the call returns."""
+    """Takes the place of a message while a call outside of the engine waits for other ranks. Never completes."""
 
     def is_completed(self) -> bool:
         return False
@@ -76,14 +76,14 @@ class Waits:
 
         Args:
             number: a part of the watchdog's store keys; the same on all ranks, and used only once.
-            notices_broken_connections: the backend notices broken connections itself.
+            notices_broken_connections: whether the backend itself notices broken connections.
         """
         store = connection_of_its_own(dist.distributed_c10d._get_default_store())
         self._watchdog = Watchdog(self, store, number=number, notices_broken_connections=notices_broken_connections)
 
     @property
     def waiting(self) -> str:
-        """Return number and label of this process's present wait; empty if there is none. Another thread reads it."""
+        """Return index and label of the wait that this process is in; "" if there is none. Other threads call this."""
         number, label, work = _wait_of_process
         return "" if work is None or work.is_completed() else f"{number}: {label}"
 
@@ -95,13 +95,13 @@ class Waits:
     # -- waiting --------------------------------------------------------------------------------------------------
 
     def wait_work(self, work: Any, label: str, *, patient: bool = False, agrees: bool = True) -> None:
-        """Wait for the message ``work``, at most ``stall_timeout_s`` for a host message. Raises StallError, which says
-        what all ranks do, if ranks do not come; PeerError, which names the ended rank, if a connection breaks.
+        """Wait for the message ``work``, for at most ``stall_timeout_s`` if it is a host message. If ranks do not join,
+        raise a StallError that says what each rank does. If a connection breaks, raise a PeerError that names a rank.
 
         Args:
             patient: wait longer while any rank works; see the module's docstring.
-            agrees: the message is an agreement. While it waits, this rank sends pending messages that others may need.
-                Other messages than agreements were counted in :attr:`asked` by the caller when they were sent.
+            agrees: whether the message is an agreement. While waiting for one, this rank sends pending messages that
+                others may need. Other messages were counted in :attr:`asked` by the caller, when they were sent.
         """
         global _wait_of_process
         started = time.monotonic()
@@ -228,7 +228,7 @@ class Waits:
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
-        """Explain ``error``, which ends this rank: add a note on the rank that caused it, or tell it to other ranks."""
+        """Handle ``error``, which ends this rank: add a note on the rank that caused it, or post it for other ranks."""
         if isinstance(error, PeerError):
             error.__traceback__ = None  # the cause is on another rank, and a hundred lines would hide its name
         if self._watchdog is None or isinstance(error, PeerError | SystemExit):
@@ -253,6 +253,6 @@ class Waits:
         return found[1] if found is not None else [rank for rank in range(self.world_size) if rank != self.rank]
 
     def missing_here(self, timeout_s: float) -> list[int]:
-        """Return the ranks that do not call this method, after equally many operations, within ``timeout_s`` seconds.
-        Works where a collective would hang, because it uses the store."""
+        """Return the other ranks that do not call this method within ``timeout_s`` seconds after as many operations as
+        this rank. Works where a collective would hang, because it uses the store."""
         return [] if self._watchdog is None else self._watchdog.missing(f"after {self.issued}", timeout_s)

@@ -73,13 +73,13 @@ class Watched(Protocol):
 
 
 class Watchdog:
-    """Posts what this rank is doing, watches other ranks, and ends this process if it is stuck while one is dead.
+    """Posts what this rank is doing, watches other ranks, and ends this process if it is stuck and a rank is dead.
 
     Args:
         watched: this rank's :class:`Waits`, held by a weak reference. The threads end when it is garbage-collected.
         store: a connection on which no call blocks for long.
         number: a part of this watchdog's store keys; equal on all ranks, and used only once.
-        notices_broken_connections: the backend notices broken connections itself.
+        notices_broken_connections: whether the backend itself notices broken connections.
         end: ends this process; tests replace it.
     """
 
@@ -127,7 +127,7 @@ class Watchdog:
 
     @staticmethod
     def latest(world_size: int) -> Watchdog | None:
-        """Return the newest watchdog of ``world_size`` ranks that has not left, or None."""
+        """Return the newest watchdog of a world of ``world_size`` ranks that has not said goodbye, or None."""
         found = [dog for dog in _LIVE if dog._world_size == world_size and not dog._left]
         return max(found, key=lambda dog: dog._number, default=None)
 
@@ -249,8 +249,8 @@ class Watchdog:
         within(ANSWER_S, lambda: self.peers.tell(error), None)
 
     def compare_waits(self, *, at_limit: bool = False) -> Gone | Stuck | None:
-        """Judge the waits of all ranks. Takes some seconds. ``at_limit``: the wait has reached its time limit, and
-        continues only if some rank works. All ranks then count as stuck if the store does not answer."""
+        """Return a verdict on the waits of all ranks. Takes some seconds. ``at_limit``: whether this rank's wait has
+        reached its time limit. If so, all ranks count as stuck if the store does not answer."""
         asks = at_limit or self._rank % (1 + self._world_size // ASKING) == 0  # other ranks read what these have found
         watched = self._watched()
         wait = watched.waiting if watched is not None else ""
@@ -259,7 +259,7 @@ class Watchdog:
         return within(limit_s, lambda: self.peers.compare_waits(wait, self._limit_s, asks), silence)
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
-        """Post ``place``, a point of the program. Return the other ranks that do not post it within ``timeout_s``."""
+        """Post that this rank is at ``place``. Return the other ranks that do not post this within ``timeout_s``."""
         self._meetings += 1  # so that posts of earlier meetings do not count
         key = f"lightning_zero/{self._number}/meeting {self._meetings} {place}"
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
@@ -275,8 +275,8 @@ class Watchdog:
         return list(missing)
 
     def _leave(self) -> None:
-        """Post this rank's goodbye when :meth:`leave` asks. This thread runs from the start, because Python 3.12 starts
-        no thread at exit, and any thread that asks the store may be stuck there."""
+        """Wait for a call of :meth:`leave`, then post this rank's goodbye. This thread runs from the start, because
+        Python 3.12 starts no thread at exit, and any other thread that uses the store may hang there."""
         self._leaving.wait()
         self.peers.leave()
 
@@ -297,7 +297,7 @@ class Watchdog:
 
 
 class _Standstill:
-    """Measures how long ``thread`` (an id) has stood in the same call while nothing else has changed."""
+    """Measures for how long ``thread`` (an id) has been at the same instruction while nothing else has changed."""
 
     def __init__(self, thread: int, running_s: RunningTime) -> None:
         self._thread, self._running_s = thread, running_s
@@ -333,8 +333,8 @@ def _say_goodbye_at_the_end() -> None:
 
 
 def _say_goodbye() -> None:
-    """Post that this process ends cleanly, so that neighbours do not think that it was killed, and end the threads:
-    Python ends a thread that is inside the store when the interpreter goes, and C++ then aborts the process."""
+    """Unless an exception ends this process, post its goodbye, so that neighbours do not think that it was killed, and
+    end the threads. Python would end a thread inside a call of the store at exit, and C++ would abort the process."""
     error = sys.exc_info()[1]  # in a process of multiprocessing, which still handles what ends it
     fails = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
     if not fails and not hasattr(sys, "last_value"):  # set by an exception that ends the process

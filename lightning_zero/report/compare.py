@@ -57,8 +57,8 @@ class Run(NamedTuple):
         return link(name, os.path.relpath(report if report.is_file() else self.folder, page.parent))
 
     def speeds(self) -> dict[str, float | None]:
-        """Return the median of each speed, or None if unknown. The first value of a speed is left out, because first
-        steps also wait for setup."""
+        """Return the median of each speed, None for an unknown one. The first value of a speed is left out, because the
+        first steps also wait for setup."""
         pairs = {name: self.series[f"zero/{name}"] for name in SPEEDS if f"zero/{name}" in self.series}
         return defaultdict(NoneType, {name: median(v for _, v in own[1:] or own) for name, own in pairs.items()})
 
@@ -82,8 +82,7 @@ class Run(NamedTuple):
 
 
 def _known(found: Mapping[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Return ``found`` and ``more`` as one mapping. Other keys have the value 0, or None (unknown) if ``found`` is
-    empty."""
+    """Return ``found`` and ``more`` in one mapping. Missing keys have the value 0, or None if ``found`` is empty."""
     return defaultdict(int if found else NoneType, more | {**found})
 
 
@@ -112,7 +111,7 @@ def load(folder: Path) -> Run:
 
 
 def compare(a: Path, b: Path, out: Path) -> None:
-    """Write the page ``out`` about the runs in the folders ``a`` and ``b``, and print its numbers."""
+    """Write to ``out`` a page that compares the runs in the folders ``a`` and ``b``, and print the page's numbers."""
     runs = _pair(a, b)
     groups: list[tuple[str, Rows, Callable[[float], str]]] = [
         ("step time", _rows(runs, Run.times), human_seconds),
@@ -145,8 +144,8 @@ def compare(a: Path, b: Path, out: Path) -> None:
 
 
 def _pair(a: Path, b: Path) -> dict[str, Run]:
-    """Return the runs in ``a`` and ``b``, by paths below their common folder. Raise ConfigError if ``a`` is ``b``, or a
-    run logged nothing."""
+    """Return the runs in ``a`` and ``b``, by their paths relative to the common parent folder. Raise ConfigError if
+    ``a`` is ``b``, or if a run has logged nothing."""
     above = os.path.commonpath([a.resolve(), b.resolve()])
     runs = {os.path.relpath(folder.resolve(), above): load(folder) for folder in (a, b)}
     for run in runs.values():
@@ -172,8 +171,8 @@ def _numbers(what: str, row: str, values: Sequence[float | None], text: Callable
 
 
 def _metrics(*runs: Run) -> Iterator[Sequence[str]]:
-    """Yield a row of text for each metric: its name, its last value in each run, the largest difference, and the step
-    of this difference. A NaN in only one run counts as the largest difference."""
+    """Yield a row of text for each metric: its name, its last value in each run, the largest difference between the
+    runs, and the step of this difference. A NaN in only one run counts as the largest difference."""
     both = [{name: dict(pairs) for name, pairs in own_metrics(run.series).items()} for run in runs]
     for name in dict.fromkeys(chain(*both)):
         a, b = (own.get(name, {}) for own in both)
@@ -194,7 +193,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def index(folder: Path) -> None:
-    """Write ``index.html`` into ``folder``: its runs, the newest first, with links to their reports."""
+    """Write ``index.html`` into ``folder``: a list of its runs, the newest first, with links to their reports."""
     if not folder.is_dir():
         raise ConfigError(f"report index: expected a folder of runs, got {str(folder)!r}. Give another folder.")
     runs = [load(Path(place)) for place in _places(folder)]

@@ -138,9 +138,9 @@ def _by_unit(own: Values) -> tuple[Values, Values]:
 
 
 def _curves(axes: Any, title: str, without: str, left: Values, right: Values, styles: Any = None) -> None:
-    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on the second; on the first if ``left`` is empty.
+    """Draw curves of metrics: ``left`` on the first y-axis, ``right`` on the second, or on the first without ``left``.
 
-    ``without``: text for the title if there are no curves. ``styles``: styles by name of curve; default: colours."""
+    ``without``: text for the title if there are no curves. ``styles``: styles by curve name; default: colours."""
     lines, colours = [], iter(COLOURS)
     for number, values in enumerate(values for values in (left, right) if values):
         own = axes.twinx() if number else axes

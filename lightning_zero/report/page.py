@@ -104,8 +104,8 @@ def human_seconds(seconds: float) -> str:
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]], world_size: int) -> Table:
-    """Return the table of ranks. If there are more than ``MOST_RANKS``, it has only the ranks that waited longest and
-    those that waited least, which are the slowest."""
+    """Return the table of ranks. If there are more than ``MOST_RANKS``, list only the ranks that waited longest, and
+    the slowest ranks, which waited least."""
     shown, title = sorted(ranks, key=lambda rank: sum(rank["wait_s_per_step"].values())), "Ranks"
     if len(ranks) > MOST_RANKS:
         shown, title = shown[: MOST_RANKS // 2] + shown[-MOST_RANKS // 2 :], "Ranks that waited least and longest"

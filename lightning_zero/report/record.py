@@ -26,7 +26,7 @@ SEEN = ("run/samples", "run/tokens")
 class Curves(DummyLogger):
     """A logger that keeps all metrics in memory, and on rank 0 in the file ``curves.jsonl``, a line for each call.
 
-    If it is the Trainer's only logger, users' code may call any method of it, as of Lightning's DummyLogger.
+    Like Lightning's DummyLogger, it accepts calls of any method, which users' code makes if it is the only logger.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ class Curves(DummyLogger):
         self._write(f"{json.dumps(self.lines[-1])}\n", "a")
 
     def start_at(self, step: int) -> None:
-        """Drop what was logged after ``step`` by an earlier run in this folder, or by this one before it resumed."""
+        """Drop what an earlier run in this folder, or this run before it resumed, has logged after ``step``."""
         if self.lines:
             self.lines = [line for line in self.lines if step and line["step"] <= step]
             self._write("".join(f"{json.dumps(line)}\n" for line in self.lines), "w")
@@ -68,8 +68,8 @@ class Record(Callback):
 
     Attributes:
         optimizers: class names of the optimizers.
-        batch: numbers of samples and tokens in this rank's first training batch; 0: unknown.
-        ranks: :func:`of_rank` of all ranks, gathered once at the end of a fit; empty before.
+        batch: numbers of samples and tokens in this rank's first training batch (0: unknown); None before.
+        ranks: results of :func:`of_rank` on all ranks, gathered once at the end of a fit; empty before.
     """
 
     def __init__(self, folder: str) -> None:
@@ -113,7 +113,7 @@ class Record(Callback):
 
     @property
     def seen(self) -> dict[str, float]:
-        """Return how many samples and tokens all ranks have trained on, including before a restart, where known."""
+        """Return how many samples and tokens all ranks have trained on, also before a restart. Omits unknown counts."""
         return {name: count for name, count in self._seen.items() if count}
 
 

@@ -21,8 +21,8 @@ Series = dict[str, list[tuple[int, float]]]  # for each metric pairs (step, valu
 
 
 def lines_in(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield each line of ``curves.jsonl``: metrics by name, and their ``step``. Skip incomplete lines, which a killed
-    process may leave."""
+    """Yield each line of ``curves.jsonl`` as a mapping of metrics by name, and ``step``. Skip incomplete lines, which a
+    killed process may leave."""
     with contextlib.suppress(OSError):
         for line in (folder / CURVES).read_text().splitlines():
             with contextlib.suppress(ValueError):
@@ -66,7 +66,7 @@ def measured(series: Series, held: Sequence[Held], ranks: Sequence[dict[str, Any
     """Return the run's last metrics, speeds, bytes and waits.
 
     Args:
-        held: bytes of rank 0, measured at the end; empty: take the bytes that rank 0 logged.
+        held: bytes of rank 0, measured at the end; if empty, the bytes that rank 0 logged are used.
         ranks: the measurements of each rank, rank 0 first; only of rank 0 after an interrupted run.
     """
     last = {name: values[-1][1] for name, values in series.items()}
@@ -103,8 +103,8 @@ def commit() -> str | None:
 
 
 def write(folder: Path, results: dict[str, Any], series: Series, timeline: str | None) -> None:
-    """Write results.json; after a fit also report.html and, with matplotlib, results.png. ``timeline``: folder of the
-    timeline to which the page links, or None."""
+    """Write results.json; after a fit also report.html and, with matplotlib, results.png. ``timeline``: the folder of a
+    timeline that the page links to, or None."""
     write_whole(folder / RESULTS, json.dumps(results, indent=2) + "\n")
     if results["task"] != "fit":
         return

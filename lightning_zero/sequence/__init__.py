@@ -9,4 +9,4 @@
                masks and losses
 
 After Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509): each rank computes everything but attention for its
-positions. An all-to-all before attention gives each rank all positions of its heads; another one returns them."""
+positions. An all-to-all before attention gives each rank all positions of its heads; a second one returns them."""

@@ -92,7 +92,7 @@ def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
 
 
 def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -> Tensor | None:
-    """Return ``mask`` for this rank's heads (None for None). Raises ConfigError unless it has ``whole`` positions."""
+    """Return ``mask`` (or None) for this rank's heads. Raises ConfigError if it does not have ``whole`` positions."""
     if mask is None:
         return None
     if mask.shape[-1] != whole or (mask.dim() > 1 and mask.shape[-2] not in (1, whole)):

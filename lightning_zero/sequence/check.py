@@ -1,6 +1,6 @@
 """Compare a short step on parts of sequences with the same step on whole sequences: the loss and, for each parameter,
-sums of its gradient's elements with random signs. A difference shows that the model mixes positions in a function that
-sees only a part of the sequence."""
+sums of its gradient's elements, each with a random sign. If results differ, the model mixes positions in a function
+that sees only a part of the sequence."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _LOOK_FOR = (
 
 
 class Agreeing(TorchDispatchMode):
-    """A context manager in which random numbers (for dropout, say) are equal in a whole sequence and in its parts. Each
-    random tensor is filled with repetitions of a short random pattern. The pattern's length divides ``length``, the
-    number of positions of a part, so each part begins with a new repetition."""
+    """Context manager in which random numbers (for example of dropout) are equal in a whole sequence and in its parts.
+    Each random tensor is filled with repetitions of a short random pattern. The pattern's length divides ``length``,
+    the number of positions of a part, so each part begins with a new repetition."""
 
     supports_higher_order_operators = True
 
@@ -78,8 +78,8 @@ def _repeat(tensor: Tensor, pattern: Tensor) -> Tensor:
 
 
 class Sums:
-    """Holds for each gradient, by parameter name, sums of its elements with random signs, and its sum of squares. The
-    signed sums of several ranks add up to those of the summed gradients. If two gradients differ, their signed sums
+    """Holds, by parameter name, sums of each gradient's elements with random signs, and the gradient's sum of squares.
+    The signed sums of several ranks add up to those of the summed gradients. If two gradients differ, their signed sums
     differ by about the norm of the difference. ``rounding``: rounding error of the coarsest dtype of gradients."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Found:
 
     @property
     def says_something(self) -> bool:
-        """Return whether this step can be compared with another: losses are finite, and some gradient is not zero."""
+        """Return whether this step can be compared: whether losses are finite, and some gradient is not zero."""
         squares = sum(values[_SUMS] for values in self.sums.values())
         return all(map(math.isfinite, (*self.losses, squares))) and squares > 0
 
@@ -219,7 +219,7 @@ def refusal(step: str, what: str) -> str:
 
 
 def kind_of(batch: Any) -> str:
-    """Return a text with keys, types and numbers of dimensions of ``batch``. One batch of each such kind is checked."""
+    """Return the keys, types and numbers of dimensions of ``batch`` as text. The check runs once for each such text."""
     if isinstance(batch, Tensor):
         return f"{batch.dim()} {batch.dtype}"
     if isinstance(batch, Mapping):
@@ -244,7 +244,7 @@ _TRYING: ContextVar[bool] = ContextVar("a trial runs", default=False)
 
 
 def is_trying() -> bool:
-    """Return whether this thread is inside :func:`trying`: modules run for a check, not for training or evaluation."""
+    """Return whether this thread is inside :func:`trying`, where modules run for a check, not to train or evaluate."""
     return _TRYING.get()
 
 

@@ -28,7 +28,7 @@ class Window(NamedTuple):
 
     def cut(self, whole: int) -> tuple[int, int]:
         """Return the first position and the length of a piece of a sequence that has ``whole`` positions. The piece is
-        short enough for one rank, and long enough that a shift or a convolution's window shows in each part."""
+        short enough for one rank, and long enough that each part shows a shift or the window of a convolution."""
         length = self.parts * min(whole // self.parts, max(8, 64 // self.parts))
         return int((whole - length) * self.at), length
 
@@ -59,8 +59,8 @@ class SequencePart:
     def of(self, tensor: Tensor, dim: int = 1, *, overlap: int = 0) -> Tensor:
         """Cut this rank's part out of ``tensor``: ``length + overlap`` positions along ``dim``. Raises ConfigError if
         the positions do not divide into equal parts, or tensors of one batch differ in length. ``overlap``: number of
-        positions of the next part to include; ``tensor`` has that many more positions at its end. With 1, a tensor of
-        ``length + 1`` tokens gives each part its inputs and, shifted by one, its labels."""
+        positions of the next part to include; ``tensor`` has this many more positions at its end. With an overlap of 1,
+        a tensor of ``length + 1`` tokens gives each part its inputs and, shifted by one, its labels."""
         whole = tensor.shape[dim] - overlap
         if whole % self.size or whole < self.size:
             raise ConfigError(
@@ -113,7 +113,7 @@ class SequencePart:
         Args:
             total: sums over ``count`` tokens of this part, in the shape of ``count``. Both may be weighted.
             dtype: dtype of the result, which is computed in fp64: half precision cannot hold sums and counts.
-            is_feature: ranks compute different values from the mean. Then all ranks must run a backward, or none.
+            is_feature: whether ranks compute different values from the mean. Then all or no ranks must run a backward.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
         totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind, is_feature).view(sums.shape)  # type: ignore
@@ -125,7 +125,7 @@ class SequencePart:
         return mean
 
     def mean_over(self, mean: Tensor, tokens: Any) -> Tensor:
-        """Return the mean over all parts' tokens. Collective. ``mean``: that of this part, over ``tokens`` tokens."""
+        """Return the mean over all parts' tokens. Collective. ``mean``: the mean over this part's ``tokens`` tokens."""
         if isinstance(tokens, bool) or not isinstance(tokens, (int, float, Tensor)):
             raise ConfigError(
                 'zero.loss=tokens: expected a number or a tensor of one element for "tokens", which training_step '

@@ -170,8 +170,8 @@ def _causal_loss(
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """Return transformers' causal loss ``inner``, where a part's last token predicts the next part's first token.
-    Collective inside a step."""
+    """Return the result of transformers' causal loss ``inner``, where a part's last token predicts the next part's
+    first token. Collective inside a step."""
     part = current()
     if part is not None and labels is not None and shift_labels is None and logits.shape[1] == part.length:
         firsts, last = part.whole(labels[:, :1]), part.rank == part.size - 1
@@ -184,9 +184,9 @@ def _causal_loss(
 
 
 def over_all_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap the loss ``function`` of torch so that inside a step its means are over the tokens of all parts. (A mean
-    over one part does not tell how many tokens it counts.) All ranks of a group must call such losses in the same
-    order: calls inside a step are collective."""
+    """Wrap the loss ``function`` of torch so that inside a step its means are over the tokens of all parts (a mean over
+    one part does not tell how many tokens it counts). Calls inside a step are collective: all ranks of a group must
+    call these losses in the same order."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -214,7 +214,7 @@ def over_all_parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _count(given: dict[str, Any]) -> Tensor:
-    """Return the divisor of a loss's mean: the number of tokens that count, or the sum of their weights."""
+    """Return the divisor of a loss's mean: the number of tokens that count, or the sum of these tokens' weights."""
     target: Tensor = given["target"]
     if target.is_floating_point():  # probabilities of classes
         return torch.full((), target[:, 0].numel() if target.dim() > 1 else 1, device=target.device)
@@ -277,7 +277,7 @@ class SequenceSteps:
             return {**output, "loss": whole} if isinstance(output, Mapping) else whole
 
     def whole_loss(self, part: SequencePart, loss: Tensor, tokens: Any) -> Tensor:
-        """Return the loss of whole sequences. ``tokens``: what the step returned as ``tokens``. Collective."""
+        """Return the loss of whole sequences. ``tokens``: the output's value of ``tokens``, or None. Collective."""
         return part.loss(loss)
 
     def evaluate(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
@@ -302,8 +302,8 @@ class SequenceSteps:
     def cut(
         self, batch: Any, window: Window | None = None, sharers: Sharers | None = None
     ) -> tuple[SequencePart | None, Any]:
-        """Return this rank's :class:`SequencePart` and its slice of ``batch``; ``None`` and ``batch`` if the batch is
-        not cut. ``window``: use only these positions. ``sharers``: ranks with the same batch; default: the run's."""
+        """Return this rank's :class:`SequencePart` and its slice of ``batch``; if the batch is not cut, return (None,
+        ``batch``). ``window``: use only these positions. ``sharers``: ranks with the same batch; default: the run's."""
         sharers = sharers or self._sharers
         if sharers is None:
             return None, batch
@@ -325,8 +325,7 @@ def check_alike(batch: Any, group: SequenceGroup, key: str = "zero.sequence_para
 
 
 def _fingerprint(batch: Any) -> int:
-    """Hash a batch's shapes and its values on the host. Values on a device are skipped: the host would wait for
-    them."""
+    """Hash a batch's shapes, and those values that are on the host: for values on a device the host would wait."""
     found = 0
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):

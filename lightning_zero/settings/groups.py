@@ -51,8 +51,7 @@ def check_rounding(stochastic: bool, precision: Precision) -> None:
 
 
 def check_state_dtype(state: StateDtype, precision: Precision) -> None:
-    """Raise ConfigError for bf16 optimizer state with two-byte masters, whose state has two bytes per element
-    anyway."""
+    """Raise ConfigError for bf16 optimizer state with two-byte masters, whose state has two bytes in any case."""
     if state is StateDtype.bf16 and precision in (Precision.bf16_true, Precision.fp16_true):
         raise ConfigError(
             "zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) with "
@@ -72,12 +71,12 @@ class PrecisionConfig:
         name: ``fp32`` (Lightning's ``32-true``), ``bf16`` (``bf16-mixed``: fp32 masters, parameters gathered and used
             in bf16 under autocast), ``fp16`` (``16-mixed``: the same in fp16, with loss scaling) or ``bf16_true``,
             ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows ``Trainer(precision=)``; a
-            name takes precedence over ``32-true`` there, the default.
+            name here replaces ``32-true``, the Trainer's default.
         reduce_dtype: dtype in which ranks sum gradients. ``None``: fp32, or the only dtype of ``*_true``, ``fp64``.
-        grad_dtype: dtype of stored and accumulated gradients. ``None``: as ``reduce_dtype=None``.
+        grad_dtype: dtype of stored and accumulated gradients. ``None``: as for ``reduce_dtype``.
         fp32_modules: module classes (``*`` matches anything) whose parameters stay in fp32 under ``bf16`` and ``fp16``;
-            ``teacher.*``: all parameters in the module of this name. Parameters from which parametrizations compute
-            weights stay in fp32 too. If such a module has only vectors, as norms have, every rank holds them whole.
+            ``teacher.*``: all parameters in the module ``teacher``. Parameters from which parametrizations compute
+            weights stay in fp32 too. Every rank holds all of a chosen module that has only vectors, as norms do.
         stochastic_rounding: under ``bf16_true``, step in fp32 and round weights and state to bf16 up or down at random,
             so that they are right on average; rounding to nearest would lose changes below 1/512 of a weight.
         float8: whether layers of ``nn.Linear`` cast inputs, weights and gradients to float8, by torchao, with a scale
@@ -140,8 +139,9 @@ class OffloadConfig:
         nvme_path: folder for the files; can contain ``$LOCAL_RANK``, ``$RANK`` and other variables of each node.
             Presets take it from ``LIGHTNING_ZERO_NVME_PATH``.
         device_budget: bytes of optimizer state, master weights and gradients on a rank's device under ``auto``.
-            ``None``: none on a CPU, half of the free memory on a GPU.
-        host_budget: bytes that one rank may keep in host memory between steps. ``None``: the available memory.
+            ``None``: 0 on a CPU, half of the free memory on a GPU.
+        host_budget: bytes that one rank may keep in host memory between steps. ``None``: the available memory; under
+            ``auto``, this rank's share of 90 % of it.
         nvme_budget: bytes of files that one rank may write. ``None``: the disk's free bytes.
     """
 
@@ -205,7 +205,7 @@ class CheckpointConfig:
     Attributes:
         name: ``full``: one ordinary file, written by all ranks. ``sharded``: a folder in the format of PyTorch's
             distributed checkpoints, one file per rank; all ranks must see it.
-        exclude_frozen: leave out frozen parameters (the base of adapters); a resumed run keeps its own.
+        exclude_frozen: leave out frozen parameters (the base of adapters); a resumed run keeps those it has.
         verify: compare a checkpoint with its checksums before it is loaded. ``None``: only if a restarted job resumes.
         background: continue training while a folder is written. Values that training changes are copied to host memory.
     """

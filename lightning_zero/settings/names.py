@@ -44,7 +44,7 @@ class Precision(Enum):
 
 
 class Offload(Enum):
-    """The choices of ``zero/offload``. ``OFFLOADS`` in ``planning/placement.py`` has the tier of each role."""
+    """The choices of ``zero/offload``. ``OFFLOADS`` in ``planning/placement.py`` says which tier each role has."""
 
     none = "none"
     optimizer_cpu = "optimizer_cpu"
@@ -56,7 +56,7 @@ class Offload(Enum):
 
     @property
     def uses_files(self) -> bool:
-        """Return whether parameters or optimizer state are always in files: False for ``auto``, which may use files."""
+        """Return whether parameters or optimizer state are always in files. False for ``auto``, which may use files."""
         return "nvme" in self.name
 
     @property
@@ -163,7 +163,7 @@ OTHER_NAMES |= {"debug": "timeline", "summary": "enable_model_summary", "gpu": "
 
 
 def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
-    """Return the name in ``known`` that ``given`` means, as a synonym or, unless ``exact``, misspelled; else None."""
+    """Return the name in ``known`` for which ``given`` is a synonym or, unless ``exact``, a misspelling; else None."""
     by_case = {name.lower(): name for name in sorted(known)}
     found = [name for name in (given.lower(), OTHER_NAMES.get(given.lower())) if name in by_case]
     if not found and not exact:
@@ -289,7 +289,7 @@ def positive(key: str, value: float, *, zero_ok: bool = False) -> None:
 
 
 def make_folder(key: str, folder: str | None) -> None:
-    """Create ``folder``, unless it is None. Raise ConfigError about ``key`` if no file can be written in the folder."""
+    """Create ``folder``, unless it is None. Raise ConfigError about ``key`` if no file can be written there."""
     if folder is None:
         return
     try:
@@ -307,7 +307,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_bytes(key: str, value: Any) -> int:
-    """Return the bytes of ``80GB``, ``74.5GiB`` or a number. Raises ConfigError, with ``key``, for other values."""
+    """Return the size ``value`` (a number, or text such as ``74.5GiB``) in bytes. Raises ConfigError, with ``key``."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
     unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
     nbytes = Decimal(match[1]) * unit if match and unit else None

@@ -75,8 +75,8 @@ class ZeroConfig:
             keeps a copy of every unit after its forward, for the gathers of the backward. ``auto`` selects ``node`` on
             several nodes of equal size if at most half of the memory is used, otherwise ``flat``.
         dynamic_graph: allow ranks to take different paths through the model. They agree on every gather by a message.
-        init_from: a folder with Hugging Face safetensors files for the initial parameters, also of a module on the meta
-            device, or its address in an object store. A loaded checkpoint takes precedence.
+        init_from: a folder, or its address in an object store, with Hugging Face safetensors files for the initial
+            parameters, also of a module on the meta device. A loaded checkpoint takes precedence.
         stall_timeout_s: seconds that a rank waits for others before it raises an error that says where each rank is.
         gather_after_fit: gather the whole module after fit, test or predict, one copy per host. ``None``: only if all
             hosts have enough memory.
@@ -244,8 +244,9 @@ def check_rows(stage: Stage, offload: Offload) -> None:
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """Make a :class:`ZeroConfig` from ``base`` and the keywords of :class:`~lightning_zero.ZeroStrategy`.
 
-    ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be names (or stage numbers). Every group
-    may be a mapping, or None to keep the group of ``base``. Raises ConfigError for an unknown setting or a bad value.
+    Each group can be given as a mapping, or None to keep the group of ``base``; ``stage`` also as a number or name, and
+    ``precision``, ``offload``, ``checkpoint`` and ``compile`` as a name. Raises ConfigError for an unknown
+    setting or a bad value.
     """
     base = base if base is not None else ZeroConfig()
     known = {f.name: getattr(base, f.name) for f in fields(ZeroConfig)}
@@ -266,7 +267,7 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
 
 
 def offload_row_path(name: Offload) -> str | None:
-    """Return ``LIGHTNING_ZERO_NVME_PATH`` for a choice of ``zero/offload`` with files; None if unset or no files."""
+    """Return ``LIGHTNING_ZERO_NVME_PATH`` (None if it is unset) if the choice ``name`` always uses files, else None."""
     return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if name.uses_files else None
 
 
@@ -276,7 +277,7 @@ def is_decided(config: ZeroConfig) -> bool:
 
 
 def check_decided(config: ZeroConfig) -> None:
-    """Raise ConfigError for settings that need a Trainer: ``stage=auto``, and settings that act on its whole steps."""
+    """Raise ConfigError for settings that need a Trainer: ``stage=auto``, and settings that act on whole steps."""
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with lightning_zero.shard and Fabric, got auto, which "
@@ -294,7 +295,7 @@ def check_decided(config: ZeroConfig) -> None:
 
 
 def for_layout(config: ZeroConfig) -> ZeroConfig:
-    """Return ``config`` with stage 1 and no offload in place of ``auto``. Buckets are laid out alike at every stage."""
+    """Return ``config``, with stage 1 and no offload if its stage is ``auto``. Layouts are the same at every stage."""
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 
@@ -313,7 +314,7 @@ def allowed_rows(hybrid_shard: HybridShard = HybridShard.auto) -> list[tuple[Sta
 
 
 def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
-    """List the pairs (stage, offload settings) from which ``auto`` chooses. Without a folder, none uses files."""
+    """List the pairs (stage, offload settings) from which ``auto`` chooses; without a folder, none that uses files."""
     given = config.offload
     path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
     found = []
@@ -383,7 +384,7 @@ def _convert(key: str, value: Any) -> Any:
 
 
 def _meant(kind: Any, key: str, value: Any) -> str:
-    """Return the end of a message: how to write ``value``, alone or in a list, as a setting of the group ``key``."""
+    """Return the end of an error message: how to write ``value``, or a list of it, as a setting of group ``key``."""
     for name, given in itertools.product(kinds_of(kind), (list(value) if isinstance(value, tuple) else value, [value])):
         with contextlib.suppress(ConfigError):
             kind(**{name: given})
@@ -432,8 +433,8 @@ def _literal(value: str) -> str:
 
 @contextlib.contextmanager
 def names_arguments(config: ZeroConfig | None = None) -> Iterator[None]:
-    """If the body raises ConfigError, write settings in the message as Python arguments, unless the caller gave all
-    settings as ``config``, as an app with Hydra does."""
+    """If the body raises ConfigError, write settings in its message as Python arguments, except if the caller gave all
+    settings as ``config`` (as an app with Hydra does)."""
     try:
         yield
     except ConfigError as error:
@@ -443,7 +444,7 @@ def names_arguments(config: ZeroConfig | None = None) -> Iterator[None]:
 
 
 class Signature:
-    """The ``__signature__`` of a class whose ``__init__`` takes ``**settings: Unpack[...]``. Lists each setting."""
+    """The ``__signature__``, with each setting, of a class whose ``__init__`` takes ``**settings: Unpack[...]``."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature | None:
         definer = next(of for of in owner.__mro__ if "__init__" in vars(of))

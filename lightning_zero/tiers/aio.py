@@ -1,7 +1,7 @@
 """Read and write files with several threads and O_DIRECT, without the page cache.
 
 O_DIRECT needs file offsets, lengths and memory addresses that are multiples of the device's block size (else EINVAL).
-Multiples of ``PAGE`` are. The threads of a file divide each request (``preadv`` and ``pwritev`` release the GIL)::
+Multiples of ``PAGE`` suffice. The threads of a file divide each request (``preadv`` and ``pwritev`` release the GIL)::
 
     read(offset, buffer)   | piece 0 | piece 1 | piece 2 | piece 3 |     the future is done after the last piece
     threads                    t0        t1        t2        t3
@@ -38,7 +38,7 @@ _OTHER_HINT = "Check the folder, or choose another zero.offload.nvme_path."
 
 
 class DiskError(OSError):
-    """Raised when an operation on a file fails, if retries do not help. The message names file, cause and remedy."""
+    """Raised when an operation on a file fails and retries do not help. The message names file, cause and remedy."""
 
 
 @dataclass(slots=True)
@@ -53,8 +53,8 @@ class Syscalls:
 
 
 class Joined:
-    """Joins a request's parts (``parts`` of them) in one ``future``, which is done, with the first error, when all
-    parts are done. An error does not end it early: the caller would reuse the buffer while other parts use it."""
+    """Joins ``parts`` parts of a request in one ``future``, which is done when all parts are done, and then has the
+    first error. An error does not end it early, because the caller would reuse the buffer while other parts use it."""
 
     def __init__(self, parts: int) -> None:
         self.future: Future[Any] = Future()
@@ -80,8 +80,8 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a request, for one thread: write ``memory`` at byte ``offset`` of the file if ``write``, else read into
-    ``memory`` from there. ``label``: the request's name in errors."""
+    """A part of a request, for one thread. If ``write``, write ``memory`` at byte ``offset`` of the file; else read
+    into ``memory`` from there. ``label``: the request's name in errors."""
 
     write: bool
     offset: int

@@ -35,8 +35,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Claim:
-    """A lock on the file ``rank_name`` in ``folder``, held until :meth:`release`. That method removes the lock file
-    while it is locked; a process that then locks the removed file notices this by the inode. The constructor raises
+    """A lock on the file ``rank_name`` in ``folder``, held until :meth:`release`, which removes the lock file before it
+    unlocks it; a process that then locks the removed file notices this by the inode. The constructor raises
     BlockingIOError if another process holds the lock for ``wait_s`` seconds."""
 
     def __init__(self, folder: Path, rank_name: str, syscalls: Syscalls, wait_s: float) -> None:

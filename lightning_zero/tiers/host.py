@@ -47,8 +47,7 @@ class HostTier:
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
-        """Return an extent in a new slab for each of ``wanted``. Raises ConfigError if memory or budget is too
-        small."""
+        """Return an extent in a new slab for each of ``wanted``. Raises ConfigError for too little memory or budget."""
         extents, total = lay_out(wanted, 0, HOST_ALIGN)
         # Hold the lock to the end: two threads that only look could both find the same memory free.
         with self._lock:

@@ -49,8 +49,8 @@ class NvmeTier:
     read and written in place, without the ring. Before a tensor is staged, its copies to or from the device must end.
 
     Args:
-        path: an existing, writable folder on a local disk. Raises ConfigError if it is not, if it is full, or if
-            another live job uses it.
+        path: an existing, writable folder on a local disk. Raises ConfigError for any other path, a full disk, or
+            a folder that another live job uses.
         instance: index of this tier, if the process has several in one folder (one per model).
         budget: bytes that this rank may hold in files; None: no limit.
         ring_count, ring_nbytes: number of the ring's buffers, and bytes of each. The tier takes no other host memory.
@@ -103,7 +103,7 @@ class NvmeTier:
 
     @property
     def free_nbytes(self) -> int:
-        """Return the free bytes of the disk, which all its users share."""
+        """Return the free bytes of the disk, which all users of the disk share."""
         return self._file.free_nbytes()
 
     @property
@@ -140,8 +140,8 @@ class NvmeTier:
         return self._stage(extent, value, write=True)
 
     def write_behind(self, extent: Extent, value: Tensor) -> Future[Any]:
-        """Wait until the previous write of this method ends, then start to write ``value`` as :meth:`stage_out` does,
-        and return the future. If the new write fails, the next read of ``extent`` raises the error too."""
+        """Wait until the previous write of this method has ended, then start to write ``value`` as :meth:`stage_out`
+        does, and return the future. If the new write fails, the next read of ``extent`` raises the error too."""
         with self._behind:
             if self._last_behind is not None and not self._last_behind.is_set():
                 with recording.waiting("disk", extent.label, on_host=True):
@@ -169,8 +169,7 @@ class NvmeTier:
             self._file.shrink(self._regions.end)
 
     def close(self) -> None:
-        """Wait for operations in flight (futures raise their errors), and remove the file. A second call does
-        nothing."""
+        """Wait for operations in flight (futures raise their errors), and remove the file. Can be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -267,7 +266,7 @@ def _copy(out: Tensor, value: Tensor) -> None:
 
 
 def _in_place(tensor: Tensor) -> bool:
-    """Return whether requests can use the tensor's memory without the ring: it is page-aligned and of whole pages."""
+    """Return whether the tensor's memory is page-aligned whole pages, which requests can use without the ring."""
     return tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0
 
 

@@ -1,9 +1,9 @@
 """Page-aligned host memory from ``mmap``, and a ring of staging buffers in it. O_DIRECT needs addresses that are
-multiples of the device's block size; multiples of ``PAGE`` are.
+multiples of the device's block size; multiples of ``PAGE`` suffice.
 
 A forked child (a data loader's worker) sees zeros in place of these pages (MADV_WIPEONFORK). If they were shared, a
 transfer in flight could write to the child's copy (open(2), notes on O_DIRECT), and pinned pages would be copied.
-MADV_DONTFORK crashed: the child may map other memory at these addresses, which its copy of the mmap object unmaps."""
+With MADV_DONTFORK the child crashed: its copy of the mmap object unmapped other memory mapped at these addresses."""
 
 from __future__ import annotations
 

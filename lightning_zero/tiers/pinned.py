@@ -56,7 +56,7 @@ class PinnedPair(_Pinned):
 
 
 class Sender(PinnedPair):
-    """Copies unpinned host memory to the device. The host casts it to the target's dtype. Only the caller waits."""
+    """Copies unpinned host memory to the device. The host casts to the target's dtype, and only the caller waits."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
@@ -101,7 +101,7 @@ class Landing:
 
     def compute_asked(self, grad: Tensor) -> tuple[dict[float, Tensor], Tensor | None]:
         """Return the norms of `grad` by norm type, and whether `grad` is finite, computed on the device. Only what
-        callers have asked for earlier is computed; otherwise there are no norms, and the second result is None."""
+        callers have asked for before is computed: other norms are missing, and the second result can be None."""
         wide = torch.promote_types(grad.dtype, torch.float32)
         norms = {kind: torch._foreach_norm([grad], kind, dtype=wide)[0] for kind in sorted(self.asked_norms)}
         return norms, torch.isfinite(grad).all() if self.asked_finite else None

@@ -1,4 +1,4 @@
-"""Checkpoint folders in object stores, such as ``s3://bucket/last.ckpt``, by fsspec.
+"""Checkpoint folders in object stores, such as ``s3://bucket/last.ckpt``, through fsspec.
 
 Object stores have no rename, but an object appears when its upload is complete, and replacing one object is atomic. So
 a save gives its objects new names, and writing the index, which has these names, makes the checkpoint valid::
@@ -52,7 +52,7 @@ class RemotePath:
 
     @property
     def _place(self) -> tuple[Any, str]:
-        """Return the fsspec file system and this path's key. The cache is cleared: other processes write too."""
+        """Return the fsspec file system, its cache cleared because other processes write too, and the path's key."""
         fs, key = url_to_fs(self._url)
         fs.invalidate_cache()
         return fs, key
@@ -90,8 +90,8 @@ class RemotePath:
             path.unlink()
 
     def open(self, mode: str, nbytes: int = 0, **options: Any) -> Any:
-        """Open the file: with ``mode`` "rb" to read ranges, with a cache of blocks for small ranges; with "wb" to
-        upload about ``nbytes`` bytes. An uploaded file appears in the store when it is closed."""
+        """Open the file. ``mode`` "rb": to read ranges, with a cache of blocks for small ranges. "wb": to upload about
+        ``nbytes`` bytes; the file appears in the store when it is closed."""
         fs, key = self._place
         if mode == "rb":
             size, blocks = int(fs.size(key)), lru_cache(_BLOCKS)(lambda n: _read(fs, key, n * _MIB, (n + 1) * _MIB))

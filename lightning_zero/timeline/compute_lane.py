@@ -1,7 +1,7 @@
 """Record when a rank computes each unit: forward, recomputation, backward.
 
-A backward reports two kinds of events: a kernel needs a unit's weights, and a gradient of a unit was computed. The time
-between the last event and a gradient belongs to the gradient's unit.
+A backward reports two kinds of events: a kernel needs a unit's weights, or a gradient of a unit was computed. The time
+from the previous event until a gradient counts for the gradient's unit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ComputeLane:
         self._last: Any = None  # the moment of the last event
 
     def _keeper(self) -> Recorder | None:
-        """Return the recorder that keeps spans now, or None. If this is not the same as before, forget the open bar."""
+        """Return the recorder that keeps spans now, or None. If it is not the same as before, forget the open bar."""
         if (recorder := recording.keeper()) is not self._recorder:
             self._recorder, self._calls, self._bar, self._last = recorder, [], None, None
         return recorder

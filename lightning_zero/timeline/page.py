@@ -63,7 +63,7 @@ def lanes_of(rank: int, spans: Iterable[Span]) -> RankLanes:
 def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]:
     """Choose the ranks to show: all ranks if they have at most ``most`` bars together, else as many ranks as fit.
 
-    Rank 0 is chosen first. Then come, in turns, the ranks whose compute waits least (others wait for them) and most.
+    Rank 0 is chosen first, then by turns a rank whose compute waits least (others wait for it) and one that waits most.
     """
 
     def bars(lanes: RankLanes) -> int:
@@ -91,7 +91,7 @@ def in_rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def outermost(waits: Sequence[Span]) -> list[Span]:
-    """Cut nested waits out of the waits that contain them, so that each instant belongs to the innermost wait."""
+    """Cut nested waits out of the waits that contain them, so that each moment belongs to the innermost wait only."""
     waits = sorted(waits, key=lambda s: (s.begin, -s.end))  # of waits with the same begin, the longest first
     begins = [wait.begin for wait in waits]
     found: list[Span] = []

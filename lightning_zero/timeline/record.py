@@ -48,8 +48,8 @@ class Timeline:
                 self._end()
 
     def run_ends(self, *, together: bool) -> None:
-        """End a recording when the run ends. If ``together`` (all ranks call this and none has failed), write the
-        recorded steps, which is collective. Otherwise drop them."""
+        """End a recording when the run ends. ``together``: whether all ranks call this and none has failed. If so, the
+        recorded steps are written, which is collective; otherwise they are dropped."""
         if self._folder is None:
             return
         if self._recorder is not None:

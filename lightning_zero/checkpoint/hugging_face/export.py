@@ -69,10 +69,10 @@ class _Piece(NamedTuple):
 
 @outside_autograd
 def export(engine: Engine, path: str | os.PathLike[str], dtype: torch.dtype | None, shard_nbytes: int) -> None:
-    """Write the model of ``engine`` to the folder ``path`` for ``from_pretrained``. Collective. ``dtype`` is the dtype
-    of floating-point tensors (None: as before sharding), ``shard_nbytes`` the largest size of a file. Raises
-    ConfigError if ``path`` is not empty or some ranks do not see it. If the folder cannot be written, all ranks raise
-    an error that names folder and cause."""
+    """Write the model of ``engine`` to the folder ``path`` for ``from_pretrained``. Collective. ``dtype``: the dtype of
+    floating-point tensors; None: the dtype that each had before sharding. ``shard_nbytes``: the largest size of a file.
+    Raises ConfigError if ``path`` is not empty or some ranks do not see it. If the folder cannot be written, all ranks
+    raise an error that names the folder and the cause."""
     with naming(target := place(path), folder=True):
         _Export(engine, target, dtype, shard_nbytes).run()
 
@@ -100,8 +100,8 @@ class _Tensors:
 
     @outside_autograd
     def _plan(self) -> tuple[dict[str, Any], dict[str, Tensor], Outgoing]:
-        """Return the engine's sharded state dict, the same tensors on meta with the dtypes in the files, and the export
-        plan. Collective."""
+        """Return the engine's sharded state dict, a meta tensor with the dtype in the files for each of its tensors,
+        and the export plan. Collective."""
         state = sharded_state_dict(self._engine)
         like = {key: self._like(key, value) for key, value in state.items() if isinstance(value, Tensor)}
         first: dict[int, Tensor] = {}  # one object for each object of ``state``, so that tied parameters stay tied
@@ -253,10 +253,10 @@ class _Export(_Tensors):
 def write_extras(
     model: Any, folder: Path, dtype: torch.dtype | None, source: str | None, adapters: Sequence[str] = ()
 ) -> None:
-    """Write the configuration of ``model`` (a transformers or PEFT model; None: write none) to ``folder``, with
-    ``dtype`` as the model's dtype (None: unchanged). Copy tokenizer files from ``source``, the folder from which the
-    model was loaded, or else from the folder that ``model`` names. ``adapters``: names of the adapters if ``model`` is
-    a PEFT model, of which only the adapters' configurations are written."""
+    """Write the configuration of ``model``, a transformers or PEFT model (None: write no configuration), to ``folder``.
+    ``dtype``: the model's dtype to write (None: unchanged). Copy tokenizer files from ``source``, the folder from which
+    the model was loaded, or else from the folder that ``model`` names. ``adapters``: if ``model`` is a PEFT model, the
+    names of its adapters; then only the configurations of these adapters are written."""
     for adapter in adapters:
         config = copy.copy(model.peft_config[adapter])
         config.inference_mode, task = True, None

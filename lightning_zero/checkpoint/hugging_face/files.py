@@ -43,7 +43,7 @@ RECORD = "lightning_zero_hugging_face"  # in a checkpoint: which transformers mo
 
 class Group(NamedTuple):
     """Tensors of a module that have another layout in the files. ``members``: their keys in the module. ``results``:
-    the tensors in the files by name. ``convert``: makes the results' values (by name) from the members' (by key)."""
+    the tensors in the files, by name. ``convert``: maps values of members, by key, to values of results, by name."""
 
     members: tuple[str, ...]
     results: dict[str, Tensor]  # on meta
@@ -175,8 +175,7 @@ def _on_meta(value: Tensor) -> Tensor:
 
 def record_of(module: nn.Module, source: str | None) -> dict[str, str] | None:
     """Describe the transformers model in ``module`` by plain values, with which a checkpoint can be converted without
-    the user's code. Return None if there is no such model or it has adapters. ``source``: the folder it was loaded
-    from."""
+    the user's code. Return None if there is no such model or it has adapters. ``source``: the model's folder."""
     model, prefix = hugging_face_model(module)
     if model is None or prefix.endswith("base_model.model."):  # with adapters
         return None
@@ -210,8 +209,8 @@ _SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def parse_dtype(key: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the floating-point dtype that ``value`` is or names, such as ``bf16``; None for None. Raises ConfigError
-    for another value. ``key``: the argument to name in the error."""
+    """Return ``value``, a floating-point dtype or its name (such as ``bf16``), as a dtype; None for None. Raises
+    ConfigError for another value. ``key``: the argument to name in the error."""
     found = _SHORT.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
     if value is None or (isinstance(found, torch.dtype) and found.is_floating_point):
         return found
@@ -226,8 +225,8 @@ class Place(NamedTuple):
 
 class Files:
     """Assigns each of ``tensors`` (on meta, by file, then by name) a position in a safetensors file. A file of more
-    than ``shard_nbytes`` is split; a larger tensor has a file by itself. ``places``: the positions, by the tensor's
-    name, with the folder of its file and "/" in front if the file is in a folder."""
+    than ``shard_nbytes`` is split; a larger tensor has a file by itself. ``places``: the positions by name. If the file
+    of a tensor is in a folder, the name begins with the folder and "/"."""
 
     def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], shard_nbytes: int) -> None:
         self.names: list[str] = []
@@ -275,8 +274,7 @@ class Files:
             )
 
     def make(self, folder: Path) -> None:
-        """Create all files in ``folder`` in full length, with headers but no values, and an index if they are
-        several."""
+        """Create all files in ``folder`` in full length, with headers but no values. Add an index for several files."""
         for name, (head, size) in self.heads.items():
             (folder / name).parent.mkdir(exist_ok=True)
             with (folder / name).open("wb") as file:
@@ -317,8 +315,7 @@ class Writer:
         self.__exit__()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write ``values`` [n], cast to the file's dtype, to elements ``[start, start + n)`` of the flattened tensor
-        ``name``."""
+        """Write ``values`` [n], cast to the file's dtype, to elements ``[start, start + n)`` of ``name``, flattened."""
         place = self._files.places[name]
         write, dtype = self._opened(place.file), place.dtype
         for low in range(0, values.numel(), CHUNK):
@@ -336,7 +333,7 @@ class Writer:
 
 
 class _Uploads(Writer):
-    """Writes files into a folder of an object store, each from first to last byte. They appear when ``stack`` exits."""
+    """Writes files into a folder of an object store, each from first to last byte; they appear when ``stack`` exits."""
 
     def __init__(self, files: Files, folder: remote.RemotePath, stack: contextlib.ExitStack) -> None:
         super().__init__(files, Path())
@@ -367,8 +364,7 @@ class _Uploads(Writer):
 @contextlib.contextmanager
 def written(files: Files, target: remote.Place) -> Iterator[tuple[Path, Writer]]:
     """Yield a local folder for small files, and a writer of ``files``. When the body ends, all these files are in the
-    new folder ``target``; if the body fails, none is. In an object store the small files appear before ``files``, and
-    the index last."""
+    new folder ``target``; if the body fails, none is. An object store gets small files first, and the index last."""
     if not isinstance(target, remote.RemotePath):
         with written_aside(target, folder=True) as part, Writer(files, part.path) as writer:
             files.make(part.path)

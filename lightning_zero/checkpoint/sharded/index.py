@@ -113,7 +113,7 @@ class _Unpickler(pickle._Unpickler):
 def read_index(folder: Place) -> Metadata:
     """Read, check and return the index of the checkpoint ``folder``, without running code from the file. Raises
     ConfigError, which names the file, if the index is missing or damaged, if another file is missing or too short, or
-    if the checkpoint is not one of Lightning."""
+    if it is not a checkpoint of Lightning."""
     path = folder / INDEX
     try:
         data = path.read_bytes()

@@ -40,8 +40,8 @@ class Item(NamedTuple):
 
     @property
     def storage(self) -> MasterStorage | None:
-        """Return the storage that holds the values, None if no :class:`MasterStorage` does. While :meth:`tensor` is
-        called and its result is used, the storage must be accessible (``with opened(storage)``)."""
+        """Return the storage that holds the values; None if they are in no :class:`MasterStorage`. While :meth:`tensor`
+        is called and its result is used, the storage must be accessible (``with opened(storage)``)."""
         return self.source.storage if isinstance(self.source, Part) else None
 
     @property
@@ -51,8 +51,8 @@ class Item(NamedTuple):
         return self.source.source.part(self.box.start - self.source.start, self.box.numel)
 
     def tensor(self, snapshot: Snapshot | None = None) -> Tensor:
-        """Return the values of the box, of shape ``box.sizes``: the current values or, with ``snapshot``, the values of
-        the time when the snapshot was made. Only for items that are tensors."""
+        """Return the values of the box, of shape ``box.sizes``: the current values or, with ``snapshot``, those at the
+        time when the snapshot was made. Only for items that are tensors."""
         if not isinstance(self.source, Part):
             return self.source.whole() if isinstance(self.source, StoredTensor) else cast(Tensor, self.source)
         if snapshot is not None and self.storage is not None and self.slice is not None:
@@ -77,7 +77,7 @@ class Entry(NamedTuple):
 
 
 def unflattened(flat: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """View ``flat`` [numel] as a tensor of shape ``sizes``. ``order``: its dimensions by falling stride."""
+    """View ``flat`` [numel] as a tensor of shape ``sizes``. ``order``: the dimensions by decreasing stride."""
     return flat.view([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
 
 
@@ -150,8 +150,8 @@ class _Span:
 
 
 class Snapshot:
-    """Copies to the host the values that the slices in ``wanted`` (by storage) have when this object is made. Values
-    that user code can change are copied by the constructor, other values by :meth:`stage`.
+    """Copies the slices in ``wanted`` (by storage) to the host, with the values that they have when this object is
+    made. Values that user code can change are copied by the constructor, other values by :meth:`stage`.
 
     Writes to the storages wait until :meth:`stage` or :meth:`close` has run. ``spare``: host memory of the previous
     snapshot for reuse, because allocating new memory would double the time of a copy."""

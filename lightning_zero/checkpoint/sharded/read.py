@@ -103,7 +103,7 @@ class ShardedFolder:
         return flat
 
     def _read_box(self, place: MetadataIndex, offsets: Sequence[int], target: Tensor) -> None:
-        """Fill ``target`` with the values at ``offsets`` of the stored tensor that has the index entry ``place``. Reads
+        """Fill ``target`` with a box of its shape, at ``offsets`` in the stored tensor of index entry ``place``. Reads
         all bytes from the first to the last value, directly into ``target`` if memory layout and dtype are equal."""
         blob = self._blob(place)
         sizes, strides = tuple(target.shape), blob.tensor.stride()

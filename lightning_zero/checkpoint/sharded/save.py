@@ -59,14 +59,14 @@ def save_folder(
 ) -> None:
     """Save ``state`` in the folder ``path``. Collective.
 
-    If the folder cannot be written, all ranks raise an error that names folder and cause, and ``path`` is unchanged.
+    If the folder cannot be written, all ranks raise an error that names it and the cause; ``path`` is unchanged.
 
     Args:
         state: the values for the ranks' ``.distcp`` files; see :func:`items_of`.
         extra: the values for ``meta.pt``; only rank 0's are saved.
         group: the process group of all ranks.
         waits: how this rank waits for the others; None: there is only one rank.
-        behind: write in a thread while training continues, if possible; None: write before returning.
+        behind: if given and possible, write in a thread while training continues; None: write before returning.
         long_work: reports progress.
     """
     target, rank = place(path), waits.rank if waits is not None else 0
