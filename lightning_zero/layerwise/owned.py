@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.engine.units.param import ParamInfo, strides_of
+from lightning_zero.optimizers.inner import JoinedState
 from lightning_zero.optimizers.state_trees import Leaf, leaves_of, map_leaves, map_tree
 from lightning_zero.planning.placement import Tier
 from lightning_zero.pretrained.stored import StoredTensor
@@ -70,11 +71,15 @@ class Owned:
     """Holds all tensors that one optimizer steps whole, on any rank, and the state of tensors that this rank steps."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        self.follow(optimizer)
         self.tensors: dict[Key, WholeTensor] = {}
         self._flat_states: dict[Bucket, dict[WholeTensor, FlatStates]] = {}  # only of state that is off the device
         self._stepped: set[Key] = set()
         self._at_rest: dict[WholeTensor, dict[str, Tensor]] = {}  # state off the device, while a step uses a copy of it
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Keep the state in ``optimizer`` from now on."""
+        self.states = JoinedState(optimizer)
 
     # -- which tensors --------------------------------------------------------------------------------------------
 
@@ -95,7 +100,7 @@ class Owned:
     def _make_full_param(self, tensor: WholeTensor) -> None:
         if not tensor.is_here:
             if tensor.full_param is not None:
-                self.optimizer.state.pop(tensor.full_param, None)
+                self.states.pop(tensor.full_param)
                 tensor.full_param = None
         elif tensor.full_param is None:
             param = tensor.info.param
@@ -130,7 +135,7 @@ class Owned:
         found = self.state(tensor) if state else {}
         if found and values.device.type != "cpu" and tensor.bucket.plan.storage_tier is not Tier.device:
             self._at_rest[tensor] = dict(leaves_of(found))
-            self.optimizer.state[tensor.key] = map_leaves(found, lambda _, leaf: leaf.to(values.device))
+            self.states.set(tensor.key, map_leaves(found, lambda _, leaf: leaf.to(values.device)))
 
     def hide(self, tensor: WholeTensor) -> None:
         tensor.key.data = _nothing(tensor)
@@ -139,8 +144,7 @@ class Owned:
     # -- state at rest --------------------------------------------------------------------------------------------
 
     def state(self, tensor: WholeTensor) -> dict[str, Any]:
-        found: dict[str, Any] = self.optimizer.state.get(tensor.key, {})
-        return found
+        return self.states.get(tensor.key)
 
     def move_to_tier(self, bucket: Bucket) -> None:
         """Move the bucket's optimizer state on this rank to the tier of the masters. The bucket's storage must be open
@@ -155,7 +159,7 @@ class Owned:
             # At first a copy: parameters may share a tensor, or the class may keep it (a table of bitsandbytes).
             if not known_of or any(not _is_alone(leaf) for _, leaf in leaves_of(state)):
                 state = map_leaves(state, partial(_alone, at_rest, not known_of))
-                self.optimizer.state[tensor.key] = state
+                self.states.set(tensor.key, state)
             now[tensor] = {}
             for _, leaf in leaves_of(state):
                 known = known_of.get(id(leaf))
@@ -196,7 +200,7 @@ class Owned:
     def clear(self) -> None:
         for bucket in self.buckets():
             for tensor in self.here(bucket):
-                self.optimizer.state.pop(tensor.key, None)
+                self.states.pop(tensor.key)
             with opened(bucket.storage):
                 self.move_to_tier(bucket)
         self.tensors, self._stepped, self._flat_states = {}, set(), {}
@@ -210,9 +214,9 @@ class Owned:
                     self._stepped.add(key)
             for tensor in self.here(bucket):
                 state = states.get((bucket, tensor.info.slot))
-                self.optimizer.state.pop(tensor.key, None)
+                self.states.pop(tensor.key)
                 if state:
-                    self.optimizer.state[tensor.key] = _taken(state, tensor, master.device, dtype_of)
+                    self.states.set(tensor.key, _taken(state, tensor, master.device, dtype_of))
             self.move_to_tier(bucket)
 
     # -- another plan of the bucket ---------------------------------------------------------------------------------
@@ -223,7 +227,7 @@ class Owned:
         for info in bucket.params:
             if (tensor := self.tensors.get((bucket, info.slot))) is not None:
                 if tensor.full_param is not None:
-                    self.optimizer.state.pop(tensor.full_param, None)
+                    self.states.pop(tensor.full_param)
                 self._make_full_param(tensor)
 
 

@@ -99,7 +99,7 @@ class WholeOptimizer(Stepper):
         self.load_param_states(self._pop_states())
 
     def _follow(self, optimizer: Optimizer) -> None:
-        self.owned.optimizer = optimizer
+        self.owned.follow(optimizer)
 
     def _drop_state(self) -> None:
         self.owned.clear()
@@ -377,9 +377,9 @@ class WholeOptimizer(Stepper):
 
     def look_at_state(self, here: Sequence[WholeTensor]) -> None:
         """Raise ConfigError if a step has made state that cannot be stored, which the trial did not make."""
-        if len(self.optimizer.state) != self._known_states:
+        if (known := len(self.owned.states)) != self._known_states:
             refuse_wrapped_state(self.optimizer, [tensor.key for tensor in here])
-            self._known_states = len(self.optimizer.state)
+            self._known_states = known
 
     def tensors_here(self, messages: Sequence[Message]) -> tuple[list[WholeTensor], list[list[tuple[int, Tensor]]]]:
         """Return the tensors that this rank steps, and for each param group pairs (index in it, full parameter)."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_zero.optimizers.inner import JoinedState
 from lightning_zero.optimizers.known import changes_outside_step, hooks_set_aside, without_hooks
 from lightning_zero.optimizers.side_effects import HOOKS, PLAIN, Watch, take_over
 from lightning_zero.optimizers.state_trees import StateShape, leaves_of, same, shape_of
@@ -46,8 +47,9 @@ def step_of(optimizer: Optimizer) -> Callable[..., Any]:
 def refuse_wrapped_state(optimizer: Optimizer, tensors: Iterable[Tensor]) -> None:
     """Raise ConfigError if the state of ``tensors`` has tensor subclasses that wrap other tensors (as torchao's do),
     which tiers and checkpoints cannot store."""
+    states = JoinedState(optimizer)
     for tensor in tensors:
-        for name, leaf in leaves_of(optimizer.state.get(tensor, {})):
+        for name, leaf in leaves_of(states.get(tensor)):
             if is_traceable_wrapper_subclass(leaf):
                 kind = type(optimizer)
                 raise ConfigError(
@@ -140,11 +142,12 @@ class Trial:
         self._random = torch.Generator().manual_seed(21)
         self._true = most_true > 0
         kinds: dict[_Kind, list[nn.Parameter]] = {}
+        states = JoinedState(optimizer)
         for group, listed in enumerate(optimizer.param_groups):
             for param in listed["params"]:
                 shape = tuple(param.shape) if most_true else _made_up(param.dim())
                 # State without tensors, and attributes: steps may depend on them.
-                plain = {n: v for n, v in optimizer.state.get(param, {}).items() if not isinstance(v, Tensor)}
+                plain = {n: v for n, v in states.get(param).items() if not isinstance(v, Tensor)}
                 noted = repr((sorted(plain.items(), key=str), sorted(param.__dict__.items(), key=str)))
                 kind = _Kind(group, shape, dtype_of(param), noted)
                 kinds.setdefault(kind, []).append(param)
@@ -171,7 +174,9 @@ class Trial:
     def _copy(self, optimizer: Optimizer) -> Optimizer:
         groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
         # The memo keeps identities: a wrapper and its inner optimizer share groups and state in the copy too.
-        memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict), id(optimizer.param_groups): groups}
+        states = JoinedState(optimizer)
+        memo: dict[int, Any] = {id(held): defaultdict(dict) for held in states.dicts()}
+        memo[id(optimizer.param_groups)] = groups
         for number, (listed, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             own = [
                 tensor
@@ -190,10 +195,9 @@ class Trial:
         if changes_outside_step(made):
             made.train()  # type: ignore[attr-defined]
         for small in self._small:  # copy state that the class made in its constructor
-            param = next((param for param in small.alike if optimizer.state.get(param)), None)
+            param = next((param for param in small.alike if states.get(param)), None)
             if param is not None:
-                state = optimizer.state[param].items()
-                made.state[small.tensor] = {name: _shrunk(value, param, small.tensor) for name, value in state}
+                JoinedState(made).set(small.tensor, _shrunk(dict(states.get(param)), param, small.tensor))
         return made
 
     @property
@@ -227,7 +231,8 @@ class Trial:
                 take_over(made, effects)
         self.optimizer = copies[0]
         for made in copies[1:]:
-            self.optimizer.state.update(made.state)
+            for held, other in zip(JoinedState(copies[0]).dicts(), JoinedState(made).dicts(), strict=True):
+                held.update(other)
 
     def _only(self, part: Sequence[_Small]) -> Optimizer:
         """Return a copy of the optimizer whose param groups have only the tensors of ``part``."""
@@ -239,7 +244,7 @@ class Trial:
                     group[name][:] = [group[name][place] for place in kept]
         for small in self._small:
             if id(small.tensor) not in own:
-                made.state.pop(small.tensor, None)
+                JoinedState(made).pop(small.tensor)
         return made
 
     def give_gradients(self, scale: float) -> None:
@@ -299,14 +304,14 @@ class Trial:
         return [groups, _noted(self.optimizer, set()), self._of_tensors()]
 
     def _of_tensors(self) -> list[Any]:
-        state = self.optimizer.state
-        return [(s.tensor.detach(), dict(state.get(s.tensor, {}))) for s in self._small]
+        states = JoinedState(self.optimizer)
+        return [(s.tensor.detach(), dict(states.get(s.tensor))) for s in self._small]
 
     def states(self) -> dict[tuple[int, int, torch.dtype], list[StateShape]]:
         found: dict[tuple[int, int, torch.dtype], dict[str, StateShape]] = {}
         for small in self._small:
             shapes = found.setdefault((small.group, small.tensor.dim(), small.tensor.dtype), {})
-            for name, leaf in leaves_of(self.optimizer.state.get(small.tensor, {})):
+            for name, leaf in leaves_of(JoinedState(self.optimizer).get(small.tensor)):
                 shapes.setdefault(name, shape_of(name, leaf, small.tensor))
         return {key: list(shapes.values()) for key, shapes in found.items()}
 

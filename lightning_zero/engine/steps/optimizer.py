@@ -27,6 +27,7 @@ from lightning_zero.engine.units.after_step import StepJob
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.master_storage import FlatSlice, opened
 from lightning_zero.optimizers.chunks import dtype_of_step, salt_of, step_in_chunks
+from lightning_zero.optimizers.inner import JoinedState
 from lightning_zero.optimizers.known import (
     ELEMENTWISE,
     count_states,
@@ -138,8 +139,9 @@ class Stepper(ABC):
     def _pop_states(self) -> dict[tuple[Bucket, int], State]:
         """Remove from the optimizer the state of whole parameters, made in earlier steps or its constructor. Return
         {(bucket, slot): state} for parameters that have any."""
+        joined = JoinedState(self.optimizer)
         states = {
-            (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
+            (place.bucket, place.info.slot): joined.pop(place.info.param)
             for places in self.places()
             for place in places
         }

@@ -7,6 +7,7 @@ import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from lightning_zero.engine.whole.values import (
 )
 from lightning_zero.engine.whole.whole_params import masters_changed, take_shown_over
 from lightning_zero.mesh.split import Split
+from lightning_zero.optimizers.inner import has_own_state_dict, load_own_state_dict, own_state_dict
 from lightning_zero.optimizers.state_trees import Leaf, Saved, State, with_leaves
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
 from lightning_zero.settings import ConfigError
@@ -193,16 +195,28 @@ def optimizer_state(
     sharded = sharded_optimizer(engine, optimizer)
     engine.passes.wait_for_all()
     wanted, index = not only_rank_0 or engine.comm.rank == 0, engine.optimizers.index(sharded)
+    own = has_own_state_dict(optimizer)
+    if own:  # the class may compute with values
+        fakes = None
     # A rank that owns nothing of a parameter does not know its state, but must take part in the gathers.
     known = all_entries(engine, sharded)
-    states: dict[tuple[int, int], object] = {}
+    states: dict[tuple[int, int], Any] = {}
     if fakes is None:
         states.update(whole_states(engine, sharded, known, wanted=wanted))
     if fakes is not None or not wanted:
+        stand_ins = fakes if wanted else FakeTensors() if own else None
         for number, slots in sorted(known.items()):
             for slot, entry in slots.items():
                 value = Value(number, slot, index)
-                states[number, slot] = with_leaves(entry, partial(_leaf, fakes if wanted else None, value))
+                states[number, slot] = with_leaves(entry, partial(_leaf, stand_ins, value))
+    if own:
+        by_param = {engine.buckets[number].params[slot].param: state for (number, slot), state in states.items()}
+
+        def ask() -> State:
+            with torch._C._EnableTorchFunction():
+                return own_state_dict(sharded.optimizer, by_param)
+
+        return engine.comm.together("the optimizer's state_dict()", ask)
     bucket_numbers = {bucket: number for number, bucket in enumerate(engine.buckets)}
     places = [place for group in sharded.places() for place in group]
     numbers = {(bucket_numbers[place.bucket], place.info.slot): number for number, place in enumerate(places)}
@@ -420,10 +434,20 @@ def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> No
     engine.passes.wait_for_all()
     check_optimizer(engine, optimizer, state, "the checkpoint")
     states: dict[tuple[Bucket, int], Saved] = {}
-    for group, saved, place, found in _pairs(optimizer, sharded, state):
-        group.update({k: copy.deepcopy(v) for k, v in saved.items() if k != "params"})
-        if place is not None and found:
-            states[place.bucket, place.info.slot] = found
+    if _is_own(optimizer, state):
+        places = {place.info.param: place for group in sharded.places() for place in group}
+        dtypes = {param: place.bucket.dtypes.master for param, place in places.items()}
+        try:
+            own = load_own_state_dict(sharded.optimizer, state, dtypes)
+        except Exception as error:
+            kind = type(optimizer).__name__
+            raise ConfigError(f"the checkpoint: {kind}.load_state_dict() refuses it: {error!r}.") from error
+        states = {(places[param].bucket, places[param].info.slot): found for param, found in own.items()}
+    else:
+        for group, saved, place, found in _pairs(optimizer, sharded, state):
+            group.update({k: copy.deepcopy(v) for k, v in saved.items() if k != "params"})
+            if place is not None and found:
+                states[place.bucket, place.info.slot] = found
     with torch.inference_mode(False), torch.no_grad():
         sharded.load_param_states(states, engine.comm.long_work)
 
@@ -431,6 +455,8 @@ def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> No
 def check_optimizer(engine: Core, optimizer: Optimizer, state: Saved, what: str) -> None:
     """Raise a ConfigError if :func:`load_optimizer_state` would refuse ``state``. ``what``: a name for its source."""
     sharded = sharded_optimizer(engine, optimizer)
+    if _is_own(optimizer, state):
+        return
     saved, own = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__
     sizes = [len(g["params"]) for g in saved], [len(g["params"]) for g in own]
@@ -452,6 +478,12 @@ def check_optimizer(engine: Core, optimizer: Optimizer, state: Saved, what: str)
     for _, _, place, found in _pairs(optimizer, sharded, state, what):
         if place is not None and found:
             sharded.check_state(place, found, what)
+
+
+def _is_own(optimizer: Optimizer, state: Saved) -> bool:
+    """Return whether ``state`` is of the class's own ``state_dict()``, which a folder does not hold."""
+    by_name = any(isinstance(key, str) for group in state.get("param_groups", ()) for key in group["params"])
+    return has_own_state_dict(optimizer) and not by_name
 
 
 # Settings that later versions of torch have added to optimizers, or that schedulers add.

@@ -131,7 +131,9 @@ def warn_of_overruled(
     """
     changed = []
     for optimizer, state in pairs:
-        for number, (given, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
+        for number, (given, saved) in enumerate(
+            zip(optimizer.param_groups, state.get("param_groups", ()), strict=False)
+        ):
             ignored = _HOW | (_CYCLED if "max_momentum" in {*given, *saved} else set())
             for name in sorted((optimizer.defaults.keys() & given.keys() & saved.keys()) - ignored):
                 has_first = name == "lr" and "initial_lr" in given.keys() & saved.keys()
