@@ -30,6 +30,12 @@ else:
     import pytorch_lightning as pl
 
 
+if not hasattr(pl.callbacks, "WeightAveraging"):
+    raise ImportError(
+        f"lightning_zero: expected {pl.__name__} 2.6 or later, got {pl.__version__}. Install a later version."
+    )
+
+
 def check_package(name: str) -> None:
     """Raise ConfigError if ``name``, the package of the user's Trainer or Fabric, is not of the variant in use."""
     if name not in (pl.__name__, fabric.__name__):

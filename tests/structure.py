@@ -34,17 +34,17 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 43_470,
-    "lines of the engine": 11_350,
+    "lines of the package": 43_680,
+    "lines of the engine": 11_400,
     "files of the engine": 42,
     "lines of the longest file": 600,
-    "lines of tests": 44_270,
+    "lines of tests": 44_400,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 42,
     "private names of Lightning": 11,
     "keys of zero": 41,
     "public members of the strategy": 12,
-    "public members of Engine": 18,
+    "public members of Engine": 20,
     "words of README and docs": 25_900,
     "calls of a step": 1_630,
     "files of a step": 29,

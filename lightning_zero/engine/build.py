@@ -172,7 +172,7 @@ class Core:
         self.passes = Passes(module, self.units, self.comm, config, share.cpus)
         self.hooks = self.passes.hooks = Hooks(self.passes)
         self.passes.steppers = self.optimizers
-        self._around_step = AroundStep(self.units, self.passes)
+        self._around_step = AroundStep(self.units, self.passes, weakref.ref(self))  # type: ignore[arg-type]  # an Engine
         self._access = Access(self.units, self.passes)
         self.compiled = replace_forwards(module, self.units, self.hooks, config)
         register_hooks(module, self.units, self.hooks, config)

@@ -169,6 +169,16 @@ class Engine(Core):
         self.passes.after_step.count_references()
         return sharded
 
+    def optimizer_state(self, optimizer: Optimizer) -> State:
+        """Return the whole ``optimizer.state_dict()`` on the host of every rank. Collective."""
+        self.passes.meet("optimizer.state_dict(), which all ranks must call")
+        return state_dicts.optimizer_state(self, optimizer, only_rank_0=False)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Saved) -> None:
+        """Load a whole ``state``, equal on all ranks, as ``optimizer.load_state_dict(state)`` does. Collective."""
+        self.passes.meet("optimizer.load_state_dict(), which all ranks must call")
+        state_dicts.load_optimizer_state(self, optimizer, state)
+
     def renew_optimizers(self, make: Callable[[], Sequence[Optimizer]]) -> None:
         """Replace the engine's optimizers by those that ``make()``, users' code, returns. Collective. A present
         optimizer that is returned keeps its state, unless it has loaded another state. If a present optimizer is not

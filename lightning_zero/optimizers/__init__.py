@@ -7,6 +7,7 @@
     trial        steps small tensors with a copy of an optimizer
     probe        tries whether an optimizer steps each tensor, or each element, by itself
     side_effects finds what a step changes besides tensors
+    inner        handles the state of optimizers inside of others, and state dicts of classes' own
     state_trees  handles the tensors inside a parameter's state
     chunks       steps a flat slice in pieces, in a wider dtype than that of masters or gradients
     low_bits     state in bf16

@@ -12,7 +12,8 @@ A checkpoint file has what the class's own ``state_dict()`` returns, if the clas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,53 +88,58 @@ class JoinedState:
         return found
 
 
-def own_state_dict(optimizer: Optimizer, states: Mapping[nn.Parameter, State]) -> State:
-    """Return what the class's ``state_dict()`` returns if the parameters have ``states``."""
+@contextlib.contextmanager
+def _having(optimizer: Optimizer, states: Mapping[nn.Parameter, State]) -> Iterator[None]:
+    """Context manager in which ``states`` is all state of the optimizer and of those inside. Afterwards the earlier
+    state objects are back, with their content."""
+    every: list[Any] = [optimizer, *(inner for _, inner in optimizers_in(optimizer))]
+    kept = [(one, one.state, dict(one.state)) for one in every]
     joined = JoinedState(optimizer)
-    kept = [(held, dict(held)) for held in joined.dicts()]
     try:
-        for held, _ in kept:
+        for held in joined.dicts():
             held.clear()
         for param, state in states.items():
             joined.set(param, state)
-        return type(optimizer).state_dict(optimizer)
+        yield
     finally:
-        for held, entries in kept:
+        for one, held, entries in kept:
+            if one.state is not held:
+                one.state = held
             held.clear()
             held.update(entries)
 
 
+def own_state_dict(optimizer: Optimizer, states: Mapping[nn.Parameter, State]) -> State:
+    """Return what the class's ``state_dict()`` returns if the parameters have ``states``."""
+    with _having(optimizer, states):
+        return type(optimizer).state_dict(optimizer)
+
+
 def load_own_state_dict(
-    optimizer: Optimizer, state: Saved, dtypes: Mapping[nn.Parameter, torch.dtype]
+    optimizer: Optimizer,
+    state: Saved,
+    dtypes: Mapping[nn.Parameter, torch.dtype],
+    present: Mapping[nn.Parameter, State],
 ) -> dict[nn.Parameter, State]:
-    """Call the class's ``load_state_dict(state)``. Return the state that parameters then have, on the host, and leave
-    the optimizer without state. ``dtypes``: the dtype of each parameter's master. Raises what the class raises, and
-    leaves the old state then."""
+    """Call the class's ``load_state_dict(state)`` while parameters have the ``present`` state. Return the state of the
+    parameters afterwards, on the host. ``dtypes``: dtypes of the parameters' masters. Raises what the class raises."""
     # A class casts state to the dtype and device of its parameters, whose dtype may be narrower than the masters'.
     stand_ins = {
         param: nn.Parameter(torch.zeros((), dtype=dtype).expand(param.shape), requires_grad=param.requires_grad)
         for param, dtype in dtypes.items()
     }
     param_of: dict[nn.Parameter, nn.Parameter] = {stand_in: param for param, stand_in in stand_ins.items()}
-    every = [optimizer, *(inner for _, inner in optimizers_in(optimizer))]
-    kept: list[Any] = [one.state for one in every]
 
     def replace(by: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        for one in every:
+        for one in [optimizer, *(inner for _, inner in optimizers_in(optimizer))]:
             for group in one.param_groups:  # in the same lists, to which a class may refer
                 group["params"][:] = [by.get(param, param) for param in group["params"]]
 
     replace(stand_ins)
     try:
-        type(optimizer).load_state_dict(optimizer, dict(state))
-    except BaseException:
-        for one, held in zip(every, kept, strict=True):
-            one.state = held
-        raise
+        with _having(optimizer, {stand_ins[param]: held for param, held in present.items()}):
+            type(optimizer).load_state_dict(optimizer, dict(state))
+            joined = JoinedState(optimizer)
+            return {param: found for stand_in, param in param_of.items() if (found := joined.get(stand_in))}
     finally:
         replace(param_of)
-    joined = JoinedState(optimizer)
-    found = {param: joined.pop(stand_in) for stand_in, param in param_of.items()}
-    for held in joined.dicts():
-        held.clear()
-    return {param: state for param, state in found.items() if state}

@@ -280,11 +280,14 @@ class ZeroStrategy(Run):
         if fitting:
             saved, self._checkpoints.saved_rng = self._checkpoints.saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
-            self.setup_optimizers(trainer)
-        self._checkpoints.load_what_waits(trainer)
+        self._checkpoints.load_what_waits()  # first, because configure_optimizers may read weights
         if fitting:
+            self.setup_optimizers(trainer)
             averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
+        for wrapper in self._lightning_optimizers:  # they inherit methods of the optimizer's class, not of the object
+            names = ("state_dict", "load_state_dict")
+            vars(wrapper).update({name: getattr(wrapper.optimizer, name) for name in names})
         self._interruptions = Interruptions(
             trainer,
             self.engine,

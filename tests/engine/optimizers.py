@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -315,3 +316,43 @@ def muon_and_adam(params: Any) -> Optimizer:
     matrices = [p for p in params if p.dim() == 2 and p.numel()]
     rest = [p for p in params if p.dim() != 2 or not p.numel()]
     return MuonAndAdam([{"params": matrices, "use_muon": True}, {"params": rest, "lr": 0.003}])
+
+
+class Lookahead(Optimizer):
+    """Wraps an optimizer, has more state, and a state dict of its own (Zhang et al. 2019, arXiv:1907.08610). As in
+    libraries, without ``Optimizer.__init__``."""
+
+    def __init__(self, inner: Optimizer, every: int = 2) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.inner, self.every, self.state = inner, every, defaultdict(dict)
+        self.param_groups, self.defaults = inner.param_groups, inner.defaults
+        for group in self.param_groups:
+            group["count"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"] if group["count"] % self.every == 0 else ():
+                p.copy_(self.state[p].setdefault("slow", p.detach().clone()).lerp_(p, 0.5))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = [[self.state[p].get("slow") for p in params] for params in self._params()]
+        return {"inner": self.inner.state_dict(), "slow": slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.param_groups = self.inner.param_groups
+        for params, values in zip(self._params(), state["slow"], strict=True):
+            for p, value in zip(params, values, strict=True):
+                if value is not None:
+                    self.state[p]["slow"] = value.to(p.dtype, copy=True)
+
+    def _params(self) -> list[list[Any]]:
+        return [group["params"] for group in self.param_groups]
+
+
+def lookahead(params: Any) -> Optimizer:
+    return Lookahead(Lamb(params), every=1)

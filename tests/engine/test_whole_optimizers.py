@@ -101,16 +101,18 @@ def test_a_step_is_that_of_one_process(case: Case, tmp_path: Path) -> None:
 
 # -- state ------------------------------------------------------------------------------------------------------------
 
+WITH_STATE = {**OPTIMIZERS, "lookahead": toys.lookahead}  # the last has an optimizer inside, and its own state_dict()
+
 
 @pytest.mark.sample
 @on_ranks(3, full=(1,))
-@pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
+@pytest.mark.parametrize("name", ["shampoo", "muon_and_adam", "lookahead"])
 @pytest.mark.parametrize(("stage", "row"), [(0, "none"), (2, "optimizer_cpu"), (3, "nvme")])
 def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(
     name: str, stage: int, row: str, tmp_path: Path
 ) -> None:
     more = {"reduce_bucket_bytes": SMALL, **offload(row, tmp_path)}
-    with with_twin(stage=stage, optimizer=OPTIMIZERS[name], shaped=True, **more) as (side, twin):
+    with with_twin(stage=stage, optimizer=WITH_STATE[name], shaped=True, **more) as (side, twin):
         train_both((side, twin), range(2))
         state, weights = state_of(side), side.engine.state_dict(only_rank_0=False)
         assert_equal(state, twin.optimizer.state_dict())
@@ -124,7 +126,7 @@ def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(
 
 @pytest.mark.full
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
+@pytest.mark.parametrize("name", ["shampoo", "muon_and_adam", "lookahead"])
 def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Path) -> None:
     rows = ["0 none", "2 optimizer_cpu", "2 none", "0 none", "3 nvme", "3 cpu", "0 none", "1 none"]
 
@@ -134,7 +136,7 @@ def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Path) ->
             side.engine.restage(f"zero{stage}", **offload(place, tmp_path))
             check_held(side.engine, rows[step])
 
-    side_by_side(OPTIMIZERS[name], steps=len(rows), between=between)
+    side_by_side(WITH_STATE[name], steps=len(rows), between=between)
 
 
 # -- what people do to optimizers -------------------------------------------------------------------------------------

@@ -271,6 +271,31 @@ def test_views_keep_what_was_there_when_data_is_assigned(tmp_path: Path) -> None
         assert_as(found, expected, f"{settings}")
 
 
+class KeepsState(Lit):
+    """Reads the optimizer's state after step 2, loads it after step 4, and halves it after step 5."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        wrapper, optimizer = self.optimizers(), self.trainer.optimizers[0]
+        if self.global_step == 2:
+            self.kept = copy.deepcopy(wrapper.state_dict())
+            self.losses += [v.float().norm().item() for entry in self.kept["state"].values() for v in entry.values()]
+        if self.global_step == 4:
+            optimizer.load_state_dict(self.kept)
+        if self.global_step == 5:
+            state = copy.deepcopy(optimizer.state_dict())
+            for entry in state["state"].values():
+                entry["exp_avg"] /= 2
+            optimizer.load_state_dict(state)
+
+
+@on_ranks(2)
+def test_optimizers_state_is_read_and_loaded_as_under_ddp(tmp_path: Path) -> None:
+    make = functools.partial(KeepsState, optimizer="adamw")
+    expected = fit("ddp", tmp_path, seeded(make), count=32)
+    for row in ("zero3", "zero3_offload", "zero1"):
+        assert_same(fit(strategy_of(row, tmp_path), tmp_path, seeded(make), count=32), expected, what=row)
+
+
 class StepsTwice(Uses):
     """By hand, with uses after each step."""
 

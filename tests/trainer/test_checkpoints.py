@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from tests.engine.optimizers import Shampoo
+from tests.engine.optimizers import Lookahead, Shampoo
 from tests.harness import on_ranks, run
 from tests.selection import pairwise_places
 from tests.trainer import toys
@@ -49,6 +49,26 @@ class StateInLists(Lit):
 
     def configure_optimizers(self) -> Any:
         return Shampoo(self.parameters(), lr=0.01)
+
+
+class Anchored(Lookahead):
+    """Has the first weights, which its state dict leaves out."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["slow"] = p.detach().clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+class WithAnchor(Lit):
+    def configure_optimizers(self) -> Any:
+        return Anchored(torch.optim.AdamW(self.parameters(), lr=0.01))
 
 
 class MuonOfTorch(toys.ByHand):
@@ -249,6 +269,24 @@ def test_ddp_goes_on_with_the_loss_scale_that_we_have_saved(tmp_path: Path) -> N
 
     halves = LambdaCallback(on_train_end=lambda of, _: of.precision_plugin.scaler.update(overflowed=True))
     assert scale("zero3", callbacks=[halves]) == scale(DDPStrategy(), ckpt_path=path) == 32
+
+
+@on_ranks(2)
+def test_optimizers_inside_of_others_go_on_as_under_ddp(tmp_path: Path) -> None:
+    """From files of DDP too, and back. ``configure_optimizers`` sees the weights of the checkpoint."""
+
+    def save(row: str) -> Path:
+        path = tmp_path / f"{row}.ckpt"
+        fit(row, tmp_path, seeded(WithAnchor), max_epochs=1).trainer.save_checkpoint(path)
+        dist.barrier()
+        return path
+
+    def resume(row: str, path: Path) -> toys.Run:
+        return fit(row, tmp_path, seeded(WithAnchor, 5), max_epochs=2, ckpt_path=path)
+
+    expected = resume("ddp", save("ddp"))
+    for first, then in (("ddp", "zero3"), ("zero3", "ddp"), ("zero3_offload", "zero1")):
+        toys.assert_same(resume(then, save(first)), expected, what=f"{first}, {then}")
 
 
 @on_ranks(2)

@@ -21,7 +21,7 @@ from tests.trainer.toys import Block, Lit, fit, loader, same, seeded, strategy_o
 
 class Net(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__(nn.Linear(toys.FEATURES, 8), Block(8), nn.LSTM(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        super().__init__(nn.Linear(toys.FEATURES, 7), Block(7), nn.LSTM(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
         self[3].eps_of_user = 1  # type: ignore[assignment]
         self[4].bias.kind = "bias"  # type: ignore[attr-defined]
         self[1].up.requires_grad_(False)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import types
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from weakref import WeakMethod
+from typing import Protocol, TypeVar
+from weakref import ReferenceType, WeakMethod
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,23 +19,39 @@ from lightning_zero.engine.units.param import ParamInfo, values_changed
 from lightning_zero.engine.units.unit import Units
 from lightning_zero.optimizers.known import OUTSIDE_STEP
 from lightning_zero.optimizers.low_bits import PieceMemory
-from lightning_zero.optimizers.state_trees import State
+from lightning_zero.optimizers.state_trees import Saved, State
+
+T = TypeVar("T")
+
+
+class _States(Protocol):
+    """The engine, as :class:`Stepping` uses it."""
+
+    def optimizer_state(self, optimizer: Optimizer) -> State: ...
+    def load_optimizer_state(self, optimizer: Optimizer, state: Saved) -> None: ...
 
 
 class Stepping:
-    """Replaces `optimizer.step` by the bound method `step`, and makes the optimizer's state dict methods raise."""
+    """Replaces `optimizer.step` by the bound method `step`, and the optimizer's state dict methods by collective calls
+    of the engine."""
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[Callable[[], object] | None], object]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, step: Callable[[Callable[[], object] | None], object], around: AroundStep
+    ) -> None:
         self._optimizer = optimizer
         self._given = optimizer.__dict__.get("step")  # a learning-rate scheduler's wrapper that counts steps
         self.inner: Callable[[], object] = optimizer.step  # steps the tensors that the param groups list
-        reference = WeakMethod(step)  # the optimizer must not keep the stepper alive
+        # The optimizer must not keep the stepper and the engine alive.
+        reference, engine = WeakMethod(step), around.engine
 
         def step_shards(self: Optimizer, closure: Callable[[], object] | None = None) -> object:
-            alive = reference()
-            if alive is None:
-                raise RuntimeError("optimizer.step(): the sharded module whose parameters it steps is gone.")
-            return alive(closure)
+            return _alive(reference())(closure)
+
+        def state_dict(self: Optimizer) -> State:
+            return _alive(engine()).optimizer_state(self)
+
+        def load_state_dict(self: Optimizer, state_dict: Saved) -> None:
+            _alive(engine()).load_optimizer_state(self, state_dict)
 
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # schedulers that are made later look for the mark
             step_shards._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -46,6 +63,12 @@ class Stepping:
             self._optimizer.__dict__.pop(name, None)
         if self._given is not None:
             self._optimizer.__dict__["step"] = self._given
+
+
+def _alive(found: T | None) -> T:
+    if found is None:
+        raise RuntimeError("optimizer: the sharded module whose parameters it steps is gone.")
+    return found
 
 
 def run_methods_by(run: Callable[[str, Callable[..., object]], object], optimizer: Optimizer) -> None:
@@ -69,21 +92,6 @@ def run_methods_by(run: Callable[[str, Callable[..., object]], object], optimize
     optimizer.__class__ = type(kind.__name__, (kind,), names | {name: replaced(name) for name in OUTSIDE_STEP})
 
 
-def state_dict(self: Optimizer) -> State:
-    raise RuntimeError(
-        "optimizer.state_dict() would give this rank's slices only. Save with trainer.save_checkpoint(path), or call "
-        "trainer.strategy.optimizer_state(optimizer) (without a Trainer lightning_zero.engine.optimizer_state(engine, "
-        "optimizer)), on all ranks."
-    )
-
-
-def load_state_dict(self: Optimizer, state_dict: State) -> None:
-    raise RuntimeError(
-        "optimizer.load_state_dict() cannot load into slices. Go on with trainer.fit(model, ckpt_path=path) (without a "
-        "Trainer lightning_zero.engine.load_optimizer_state(engine, optimizer, state), on all ranks)."
-    )
-
-
 class StateBySlice(defaultdict[Tensor, State]):
     """The `state` dict of an optimizer of torch. Keys are slices of masters, or tensors that are stepped whole."""
 
@@ -103,11 +111,17 @@ class StateBySlice(defaultdict[Tensor, State]):
     def pop(self, key: Tensor, *default: object) -> object:  # type: ignore[override]
         return super().pop(self._checked(key), *default)
 
+    def get(self, key: Tensor, default: object = None) -> object:  # type: ignore[override]
+        return super().get(self._checked(key), default)  # type: ignore[arg-type]
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(self._checked(key))  # type: ignore[arg-type]
+
     def _checked(self, key: Tensor) -> Tensor:
         if (around := self.around()) is not None and (place := around.places.get(id(key))) is not None:
             raise RuntimeError(
-                f"optimizer.state: expected a slice as key, got {place.info.fqn}. Call optimizer.state.clear(), "
-                "or read and load it whole: optimizer_state and load_optimizer_state of lightning_zero.engine."
+                f"optimizer.state: expected a slice as key, got {place.info.fqn}, whose state is on several ranks. "
+                "Read it by optimizer.state_dict() and change it by optimizer.load_state_dict(), both on all ranks."
             )
         return key
 
@@ -115,8 +129,8 @@ class StateBySlice(defaultdict[Tensor, State]):
 class AroundStep:
     """Prepares and finishes the steps of one engine's optimizers. A step calls `begins` first and `ends` last."""
 
-    def __init__(self, units: Units, passes: Passes) -> None:
-        self._units = units
+    def __init__(self, units: Units, passes: Passes, engine: ReferenceType[_States]) -> None:
+        self._units, self.engine = units, engine
         self.places, self.place_of = units.places, units.place_of
         self.passes, self.after_step = passes, passes.after_step
         self.pieces = PieceMemory()  # buffers for steps in the worker thread, which runs one step at a time

@@ -62,7 +62,7 @@ class Stepper(ABC):
 
     def _patch(self) -> None:
         """Replace the optimizer's `step`. A subclass calls this when it has checked that it can step the optimizer."""
-        self._stepping = Stepping(self.optimizer, self.step)
+        self._stepping = Stepping(self.optimizer, self.step, self._around)
 
     # -- the user's object ----------------------------------------------------------------------------------------
 

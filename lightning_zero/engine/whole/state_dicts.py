@@ -7,7 +7,6 @@ import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +199,7 @@ def optimizer_state(
         fakes = None
     # A rank that owns nothing of a parameter does not know its state, but must take part in the gathers.
     known = all_entries(engine, sharded)
-    states: dict[tuple[int, int], Any] = {}
+    states: dict[tuple[int, int], State] = {}
     if fakes is None:
         states.update(whole_states(engine, sharded, known, wanted=wanted))
     if fakes is not None or not wanted:
@@ -210,7 +209,7 @@ def optimizer_state(
                 value = Value(number, slot, index)
                 states[number, slot] = with_leaves(entry, partial(_leaf, stand_ins, value))
     if own:
-        by_param = {engine.buckets[number].params[slot].param: state for (number, slot), state in states.items()}
+        by_param = _by_param(engine, states)
 
         def ask() -> State:
             with torch._C._EnableTorchFunction():
@@ -225,6 +224,10 @@ def optimizer_state(
         "state": state,
         "param_groups": _groups(sharded, lambda place: numbers[bucket_numbers[place.bucket], place.info.slot]),
     }
+
+
+def _by_param(engine: Core, states: Mapping[tuple[int, int], State]) -> dict[nn.Parameter, State]:
+    return {engine.buckets[number].params[slot].param: state for (number, slot), state in states.items()}
 
 
 def whole_states(
@@ -437,8 +440,9 @@ def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> No
     if _is_own(optimizer, state):
         places = {place.info.param: place for group in sharded.places() for place in group}
         dtypes = {param: place.bucket.dtypes.master for param, place in places.items()}
+        present = _by_param(engine, whole_states(engine, sharded, all_entries(engine, sharded)))
         try:
-            own = load_own_state_dict(sharded.optimizer, state, dtypes)
+            own = load_own_state_dict(sharded.optimizer, state, dtypes, present)
         except Exception as error:
             kind = type(optimizer).__name__
             raise ConfigError(f"the checkpoint: {kind}.load_state_dict() refuses it: {error!r}.") from error

@@ -17,13 +17,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.packed import prefixes_beside
 from lightning_zero.engine.whole.state_dicts import parts_of_saved, versioned
-from lightning_zero.lightning_api import BaseFinetuning, is_overridden, pl
 from lightning_zero.pretrained import some
 from lightning_zero.settings import ConfigError, ZeroConfig
 from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
 
 _VERSION = "pytorch-lightning_version"  # Lightning upgrades older checkpoints by it
-_HOOK = "on_fit_start"  # runs between configure_optimizers and the load of states
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})  # change how a step is computed, not its result
 _CYCLED = frozenset({"betas", "momentum"})  # changed by schedulers that cycle momentum
 
@@ -109,17 +107,6 @@ def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: 
             f"(zero.checkpoint.exclude_frozen), got {some(lacking)} on the meta device. Set zero.init_from to the "
             "folder of the model, or do not build the module on meta."
         )
-
-
-def may_change_optimizers(trainer: pl.Trainer) -> bool:
-    """Return whether users' ``on_fit_start`` hooks may change param groups before optimizer states are loaded."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return is_overridden(_HOOK, trainer.lightning_module) or any(
-        isinstance(callback, BaseFinetuning)
-        or _HOOK in vars(callback)
-        or type(callback).on_fit_start.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
-        for callback in callbacks
-    )
 
 
 def warn_of_overruled(

@@ -38,7 +38,6 @@ from lightning_zero.lightning_api import (
     TrainerFn,
     TrainerStatus,
     is_local,
-    pl,
     rank_zero_info,
 )
 from lightning_zero.planning.choose import human_bytes
@@ -56,7 +55,6 @@ from lightning_zero.trainer.saves.checkpoint_fits import (
     check_frozen,
     check_model,
     check_states,
-    may_change_optimizers,
     of_lightning,
     warn_of_overruled,
 )
@@ -297,17 +295,13 @@ class Checkpoints:
         trainer = self._strategy._trainer_of_run
         return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
-    def load_what_waits(self, trainer: pl.Trainer) -> None:
-        """Load the weights that ``load_model`` has left for setup. Raise ConfigError if the checkpoint's optimizer
-        states do not match the optimizers. Collective."""
+    def load_what_waits(self) -> None:
+        """Load the weights that ``load_model`` has left for setup. Collective."""
         waits, self._to_load = self._to_load, None
         self._waits_for_setup = False
-        if waits is None:
-            return
-        checkpoint, strict = waits
-        if self._goes_on and not may_change_optimizers(trainer):
-            self._check_optimizers(checkpoint["optimizer_states"])
-        self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
+        if waits is not None:
+            checkpoint, strict = waits
+            self._load_into_shards(self._strategy.engine, checkpoint, checkpoint["state_dict"], strict)
 
     def first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
         """If any rank's module has parameters on meta, return the loaded checkpoint's tensors, as initial values for

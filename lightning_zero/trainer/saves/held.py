@@ -25,7 +25,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.whole.state_dicts import gathered, parts_by_value, parts_of
 from lightning_zero.engine.whole.values import FakeTensors, TensorParts, Value
 from lightning_zero.engine.whole.whole_params import take_shown_over
-from lightning_zero.optimizers.state_trees import same_bits
+from lightning_zero.optimizers.state_trees import same
 
 HELD = "lightning_zero_held"  # in a folder: values of the parameters in meta.pt; in meta.pt: these parameters
 Make = Callable[[Engine, Sequence[Value]], Mapping[Value, object]]
@@ -93,7 +93,7 @@ def whole_values(content: Mapping[str, Any], engine: Engine, wanted: Sequence[Va
     for value in wanted:
         info = engine.buckets[value.bucket].params[value.slot]
         if (own := whole.pop(id(info.param), None)) is not None:
-            shared = (other for other in _named(content, info.fqns) if same_bits(other, own))
+            shared = (other for other in _named(content, info.fqns) if same(other, own))
             found[value] = SavedParameter(info.param, next(shared, own))
     return found
 
