@@ -37,7 +37,7 @@ if not hasattr(pl.callbacks, "WeightAveraging"):
 
 
 def check_package(name: str) -> None:
-    """Raise ConfigError if ``name``, the package of the user's Trainer or Fabric, is not of the variant in use."""
+    """Raise ConfigError unless ``name``, the package of the user's Trainer or Fabric, is one that this module uses."""
     if name not in (pl.__name__, fabric.__name__):
         raise ConfigError(
             f"strategy: expected a Trainer or Fabric of {pl.__name__} and {fabric.__name__}, which lightning_zero uses "

@@ -26,9 +26,9 @@ def check_torchao(precision: PrecisionConfig) -> None:
 
 
 def convert(module: nn.Module, precision: PrecisionConfig, device: torch.device) -> None:
-    """Let the linear layers of ``module`` that ``precision`` chooses compute in float8. Layers that only an earlier run
-    chose become nn.Linear again. The class of a chosen layer becomes torchao's Float8Linear; the object stays the same,
-    with its hooks. Subclasses of nn.Linear (parametrization makes one too) are not chosen: they have their own forward.
+    """Make linear layers of ``module`` compute in float8: those that ``precision`` selects get torchao's Float8Linear
+    as their class, but stay the same objects, with their hooks. Layers that only an earlier run selected become
+    nn.Linear again. Subclasses of nn.Linear (also parametrized layers) are not selected: they have their own forward.
 
     Raises ConfigError without torchao, on a GPU that cannot multiply in float8, or if no layer is chosen."""
     for linear in module.modules():

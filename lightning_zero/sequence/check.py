@@ -135,7 +135,7 @@ class Found:
 
 
 def unit(found: Iterable[Found]) -> float:
-    """Return the largest relative rounding error of a single operation in the steps of ``found``."""
+    """Return the eps of the coarsest dtype in the steps ``found``, or of torch's fp32 matmuls if that is larger."""
     return max(_MATMULS[torch.get_float32_matmul_precision()], *(one.rounding for one in found))
 
 

@@ -260,7 +260,7 @@ def _bar(span: Span, y: int, height: int, window: tuple[float, float]) -> str:
 
 
 def _ticks(window: tuple[float, float], height: int, with_times: bool) -> str:
-    """Return a time axis as SVG: ticks at round distances, at most ``MOST_TICKS`` after the one at the left end."""
+    """Return a time axis as SVG: a tick at the left end, then at most ``MOST_TICKS`` more at round intervals."""
     milliseconds = 1e3 * (window[1] - window[0])
     power = 10 ** math.floor(math.log10(milliseconds / MOST_TICKS))
     distance = next(n * power for n in (1, 2, 5, 10, 20) if milliseconds / (n * power) <= MOST_TICKS)

@@ -239,7 +239,7 @@ class ZeroMonitor(Callback):
 
 
 def at_rest(held: Bytes) -> int:
-    """Return the sum of the bytes in ``held``, without staging buffers."""
+    """Return the bytes in ``held`` of the roles that stay allocated between steps (:data:`RESTING`)."""
     return sum(nbytes for (role, _), nbytes in held.items() if role in RESTING)
 
 
