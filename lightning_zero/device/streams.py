@@ -85,12 +85,12 @@ class Streams:
             yield stream
 
     def give_back(self) -> None:
-        """Note that memory of gathered parameters was freed, and that its last use was on the current stream."""
+        """Record that memory of gathered parameters was freed, and that its last use was on the current stream."""
         if self._streams:
             self._given_back[self.accelerator.current_stream()] = self.accelerator.record()
 
     def change(self) -> None:
-        """Note that the current stream changes shards that gathers send. Gathers issued later wait for this change."""
+        """Record that the current stream changes shards that gathers send. Gathers issued later wait for this change."""
         self._change_event = None
 
     def change_event(self) -> Any:

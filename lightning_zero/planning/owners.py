@@ -34,8 +34,8 @@ def matrix_work(shape: Sequence[int]) -> int:
 
 
 def split_messages(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
-    """Divide tensors among messages. Return each message as a list of tensor indices. It has the tensors of adjacent
-    units, up to ``limit`` bytes, or of one larger unit. ``nbytes``, ``units``: each tensor's bytes and unit."""
+    """Group tensors into messages. Return each message's tensor indices. A message holds whole adjacent units of up to
+    ``limit`` bytes in total, or one unit that is larger. ``nbytes``, ``units``: the size and unit of each tensor."""
     messages: list[list[int]] = []
     room = 0
     for _, places in itertools.groupby(sorted(range(len(units)), key=units.__getitem__), units.__getitem__):

@@ -169,7 +169,7 @@ class Peers:
     # -- what ranks have found --------------------------------------------------------------------------------------
 
     def find_posted(self) -> bool:
-        """Set :attr:`known` to the posted sentence on a rank that ended or failed. Return whether a rank has ended."""
+        """Set :attr:`known` to what was posted about a rank that ended or failed. Return whether a rank has ended."""
         gone = self._read("gone")
         self.known = gone[1] if gone is not None else self.known or self._read("failed")
         return gone is not None

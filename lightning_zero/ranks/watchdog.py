@@ -333,8 +333,8 @@ def _say_goodbye_at_the_end() -> None:
 
 
 def _say_goodbye() -> None:
-    """Unless an exception ends this process, post its goodbye, so that neighbours do not think that it was killed, and
-    end the threads. Python would end a thread inside a call of the store at exit, and C++ would abort the process."""
+    """Unless an exception is ending this process, post that it ends normally, and stop the watchdogs' threads, because
+    C++ aborts the process if a thread is still inside a call of the store when Python exits."""
     error = sys.exc_info()[1]  # in a process of multiprocessing, which still handles what ends it
     fails = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
     if not fails and not hasattr(sys, "last_value"):  # set by an exception that ends the process

@@ -27,8 +27,8 @@ class Window(NamedTuple):
     at: float
 
     def cut(self, whole: int) -> tuple[int, int]:
-        """Return the first position and the length of a piece of a sequence that has ``whole`` positions. The piece is
-        short enough for one rank, and long enough that each part shows a shift or the window of a convolution."""
+        """Return (start, length) of the piece of a sequence of ``whole`` positions. It is short enough for one rank to
+        compute, and its parts are long enough to reveal a step that shifts tokens or convolves over positions."""
         length = self.parts * min(whole // self.parts, max(8, 64 // self.parts))
         return int((whole - length) * self.at), length
 

@@ -133,9 +133,9 @@ class OffloadConfig:
     """Group ``zero/offload``: what is kept on the device, in host memory and in files.
 
     Attributes:
-        name: ``none`` keeps everything on the device; ``optimizer_cpu`` and ``optimizer_nvme`` keep optimizer state and
-            master weights in host memory or files; ``cpu``, ``nvme`` and ``optimizer_cpu_param_nvme`` parameters too
-            (stage 3 only). ``auto`` divides optimizer state among device, host and files, within the budgets.
+        name: ``optimizer_cpu`` keeps optimizer state and master weights in host memory, ``optimizer_nvme`` in files.
+            ``cpu`` and ``nvme`` (stage 3) keep parameters there too; ``optimizer_cpu_param_nvme`` (stage 3) keeps them
+            in files, the rest in host memory. ``none`` offloads nothing. ``auto`` splits all but parameters by budget.
         nvme_path: folder for the files; can contain ``$LOCAL_RANK``, ``$RANK`` and other variables of each node.
             Presets take it from ``LIGHTNING_ZERO_NVME_PATH``.
         device_budget: bytes of optimizer state, master weights and gradients on a rank's device under ``auto``.

@@ -266,7 +266,7 @@ def _copy(out: Tensor, value: Tensor) -> None:
 
 
 def _in_place(tensor: Tensor) -> bool:
-    """Return whether the tensor's memory is page-aligned whole pages, which requests can use without the ring."""
+    """Return whether the tensor starts on a page boundary and fills whole pages, so that I/O can bypass the ring."""
     return tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0
 
 

@@ -28,29 +28,29 @@ class ComputeLane:
         return recorder
 
     def enters(self, what: str) -> None:
-        """Note that the forward of the unit ``what`` begins."""
+        """Record that the forward of the unit ``what`` begins."""
         if (recorder := self._keeper()) is not None:
             self._calls.append(what)
             self._switch(recorder, what, recorder.moment())
 
     def leaves(self) -> None:
-        """Note that the forward of the unit entered last has ended."""
+        """Record that the forward of the unit entered last has ended."""
         if (recorder := self._keeper()) is not None and self._calls:
             self._calls.pop()
             self._switch(recorder, self._calls[-1] if self._calls else None, recorder.moment())
 
     def backward_begins(self) -> None:
-        """Note that a backward begins."""
+        """Record that a backward begins."""
         if (recorder := self._keeper()) is not None:
             self._switch(recorder, None, recorder.moment())
 
     def needs(self, what: str) -> None:
-        """Note that the backward needs the weights of the unit ``what``."""
+        """Record that the backward needs the weights of the unit ``what``."""
         if (recorder := self._keeper()) is not None and (self._bar is None or self._bar[0] != what):
             self._switch(recorder, what, recorder.moment())
 
     def arrived(self, what: str) -> None:
-        """Note that a gradient of the unit ``what`` was computed."""
+        """Record that a gradient of the unit ``what`` was computed."""
         if (recorder := self._keeper()) is None:
             return
         if (self._bar is None or self._bar[0] != what) and self._last is not None:
@@ -58,7 +58,7 @@ class ComputeLane:
         self._last = recorder.moment()
 
     def ends(self) -> None:
-        """Note that the forward or backward pass has ended, also after an error."""
+        """Record that a backward has ended, or that an exception has ended a pass."""
         if (recorder := self._keeper()) is not None and self._bar is not None:
             self._switch(recorder, None, self._last if self._last is not None else recorder.moment())
         self._calls, self._bar, self._last = [], None, None
