@@ -90,7 +90,7 @@ class Streams:
             self._given_back[self.accelerator.current_stream()] = self.accelerator.record()
 
     def change(self) -> None:
-        """Record that the current stream changes shards that gathers send. Gathers issued later wait for this change."""
+        """Record that the current stream changes shards that gathers send. Later gathers wait for this change."""
         self._change_event = None
 
     def change_event(self) -> Any:
