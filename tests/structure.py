@@ -45,7 +45,7 @@ BUDGETS = {
     "keys of zero": 41,
     "public members of the strategy": 12,
     "public members of Engine": 20,
-    "words of README and docs": 25_900,
+    "words of README and docs": 25_950,
     "calls of a step": 1_630,
     "files of a step": 29,
     "changes of file in a step": 830,
