@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.optimizers.state_trees import Saved, State
+from lightning_zero.optimizers.state_trees import State
 
 _TORCHS = torch.optim.Optimizer.state_dict
 
@@ -116,10 +116,7 @@ def own_state_dict(optimizer: Optimizer, states: Mapping[nn.Parameter, State]) -
 
 
 def load_own_state_dict(
-    optimizer: Optimizer,
-    state: Saved,
-    dtypes: Mapping[nn.Parameter, torch.dtype],
-    present: Mapping[nn.Parameter, State],
+    optimizer: Optimizer, state: Any, dtypes: Mapping[nn.Parameter, torch.dtype], present: Mapping[nn.Parameter, State]
 ) -> dict[nn.Parameter, State]:
     """Call the class's ``load_state_dict(state)`` while parameters have the ``present`` state. Return the state of the
     parameters afterwards, on the host. ``dtypes``: dtypes of the parameters' masters. Raises what the class raises."""
@@ -138,7 +135,7 @@ def load_own_state_dict(
     replace(stand_ins)
     try:
         with _having(optimizer, {stand_ins[param]: held for param, held in present.items()}):
-            type(optimizer).load_state_dict(optimizer, dict(state))
+            type(optimizer).load_state_dict(optimizer, state)
             joined = JoinedState(optimizer)
             return {param: found for stand_in, param in param_of.items() if (found := joined.get(stand_in))}
     finally:

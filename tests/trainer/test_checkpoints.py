@@ -52,18 +52,18 @@ class StateInLists(Lit):
 
 
 class Anchored(Lookahead):
-    """Has the first weights, which its state dict leaves out."""
+    """Has the first weights, which its state dict, a list, leaves out."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner)
         for p in (p for group in self.param_groups for p in group["params"]):
             self.state[p]["slow"] = p.detach().clone()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
+    def state_dict(self) -> Any:
+        return [self.inner.state_dict()]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state[0])
 
 
 class WithAnchor(Lit):

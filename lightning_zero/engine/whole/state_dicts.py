@@ -486,8 +486,9 @@ def check_optimizer(engine: Core, optimizer: Optimizer, state: Saved, what: str)
 
 def _is_own(optimizer: Optimizer, state: Saved) -> bool:
     """Return whether ``state`` is of the class's own ``state_dict()``, which a folder does not hold."""
-    by_name = any(isinstance(key, str) for group in state.get("param_groups", ()) for key in group["params"])
-    return has_own_state_dict(optimizer) and not by_name
+    if not has_own_state_dict(optimizer) or not isinstance(state, dict):
+        return has_own_state_dict(optimizer)
+    return not any(isinstance(key, str) for group in state.get("param_groups", ()) for key in group["params"])
 
 
 # Settings that later versions of torch have added to optimizers, or that schedulers add.

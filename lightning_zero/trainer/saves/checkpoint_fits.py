@@ -118,9 +118,9 @@ def warn_of_overruled(
     """
     changed = []
     for optimizer, state in pairs:
-        for number, (given, saved) in enumerate(
-            zip(optimizer.param_groups, state.get("param_groups", ()), strict=False)
-        ):
+        # A class's own state dict may be a list.
+        groups = state.get("param_groups", ()) if isinstance(state, Mapping) else ()
+        for number, (given, saved) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
             ignored = _HOW | (_CYCLED if "max_momentum" in {*given, *saved} else set())
             for name in sorted((optimizer.defaults.keys() & given.keys() & saved.keys()) - ignored):
                 has_first = name == "lr" and "initial_lr" in given.keys() & saved.keys()
