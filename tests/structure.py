@@ -34,7 +34,7 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 43_680,
+    "lines of the package": 43_700,
     "lines of the engine": 11_400,
     "files of the engine": 42,
     "lines of the longest file": 600,

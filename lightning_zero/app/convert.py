@@ -82,6 +82,11 @@ def convert(
     checkpoint = read(source, None) if folder else load(ZeroCheckpointIO(), source, None)
     if MODULE not in checkpoint:
         raise ConfigError(f"convert: expected a checkpoint of Lightning, got {source}, which has no state_dict.")
+    if to != "safetensors" and not all(map(_is_of_torch, checkpoint.get(OPTIMIZERS, ()))):
+        raise ConfigError(
+            f"convert: expected optimizers with torch's state_dict(), got one with its own in {source}. Resume from "
+            f"{source} itself, or set to=safetensors."
+        )
     if wanted is not None and any(".quant_state.bitsandbytes__" in key for key in checkpoint[MODULE]):
         raise ConfigError(
             f"convert: expected no dtype= for {source}, which has 4-bit weights, stored as bytes. Drop dtype=."
@@ -94,6 +99,13 @@ def convert(
         save_folder(*divide(checkpoint), target, long_work=LongWork(shows=True))
     else:
         _to_full(checkpoint, out)
+
+
+def _is_of_torch(state: Any) -> bool:
+    if not isinstance(state, dict) or not state.keys() <= {"state", "param_groups"}:
+        return False
+    # See [Note: state of optimizers inside].
+    return not any(str(name).endswith(".state") for entry in state.get("state", {}).values() for name in entry)
 
 
 def _stored(tree: Any, dtype: torch.dtype | None) -> Any:

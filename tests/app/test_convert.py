@@ -140,6 +140,8 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
     ("in out to=full", "expected a whole checkpoint, got in"),
     ("in taken to=full", "expected an OUT that does not exist, got taken"),
     ("good none-such://out to=full", "error: Protocol not known: none-such"),
+    ("own out to=sharded", "expected optimizers with torch's state_dict(), got one with its own in own. Resume"),
+    ("inside out to=full", "expected optimizers with torch's state_dict(), got one with its own in inside. Resume"),
     ("good out to=safetensors prefix=x.", "expected names that begin with prefix='x.', got names such as 'a'"),
 ])  # fmt: skip
 def test_a_mistake_is_refused_and_writes_nothing(
@@ -148,7 +150,10 @@ def test_a_mistake_is_refused_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").write_text("hello")
     (tmp_path / "taken").touch()
-    torch.save({"state_dict": {"a": torch.ones(3)}}, tmp_path / "good")
+    good: dict[str, Any] = {"state_dict": {"a": torch.ones(3)}, "pytorch-lightning_version": "2.6"}
+    torch.save(good, tmp_path / "good")
+    for name, states in {"own": [{"inner": {}}], "inside": [{"state": {0: {"inner.state": {}}}}]}.items():
+        torch.save({**good, "optimizer_states": states}, tmp_path / name)
     assert main(["convert", *arguments.split()]) == (1 if "none-such" in arguments else 2)
     captured = capsys.readouterr()
     assert says in captured.err + captured.out
