@@ -37,9 +37,9 @@ class Sent(NamedTuple):
 
 
 class Transport(Protocol):
-    """Sends logical operations as messages. All methods are asynchronous and collective; tensors must be contiguous.
-    ``exchanges``: whether reductions can use :func:`exchange`. ``waits_on_host``: whether the host waits for messages
-    of device tensors too."""
+    """Sends gathers, reductions and exchanges as messages of a backend. All methods are asynchronous and collective;
+    tensors must be contiguous. ``exchanges``: whether reductions can use :func:`exchange`. ``waits_on_host``: whether
+    the host waits for messages even if their tensors are on a device."""
 
     exchanges: bool
     waits_on_host: bool = False

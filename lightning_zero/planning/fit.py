@@ -233,7 +233,7 @@ def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, ro
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Return the row that fits and offloads least, and of several such rows the lowest stage's; None if no row fits."""
+    """Return the fitting row that offloads least; in a tie, the one with the lowest stage. None if no row fits."""
     fitting = [row for row in rows if row.fits]
     nearness = list(Offload)
     return min(fitting, key=lambda r: (nearness.index(r.offload), r.stage.value), default=None)

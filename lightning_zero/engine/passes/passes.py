@@ -290,7 +290,7 @@ class Passes:
                 self.between.close()
 
     def under_way(self) -> str | None:
-        """Return a text for errors that says which step, backward or pass has begun and not ended; None if none has."""
+        """Return a phrase for error messages that names the step, backward or pass under way; None if there is none."""
         self.forget_failed()
         if self._scope is not None:
             return "inside a step (training_step, validation_step, or engine.step_scope())"

@@ -475,9 +475,9 @@ class ShardedOptimizer(Stepper):
         used: set[int],
         claimed: tuple[Tensor | None, Tensor | None] | None = None,
     ) -> Iterator[None]:
-        """Context manager in which param groups list runs of `buckets`: those whose parameters got a gradient (ids in
-        `used`). Runs that need :meth:`_step_in_pieces` are stepped before the body instead. `claimed`: in an offloaded
-        step, the gradient of the only bucket and its factor; None: use the gradient of each bucket."""
+        """Context manager in which param groups list the runs of `buckets` whose parameters got a gradient (ids in
+        `used`). Runs that need :meth:`_step_in_pieces` are instead stepped before the body. `claimed`: the result of
+        `Claimed.arrived` for the single bucket of an offloaded step; None: use the gradient of each bucket."""
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
         stepped: list[FlatRun] = []

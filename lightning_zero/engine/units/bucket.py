@@ -411,8 +411,8 @@ class Bucket:
     # -- gathered values ------------------------------------------------------------------------------------------
 
     def gather_begin(self, *, of_node: bool = False) -> Pending:
-        """Issue the gather of compute parameters: from the shards or, with `of_node`, from slices that this node's
-        ranks keep. Collective. On a GPU, :func:`gather_together` gathers buckets whose shards are on the device."""
+        """Issue the gather of compute parameters from the shards or, with `of_node`, from the slices that this node's
+        ranks keep. Collective. On a GPU, call this only for shards on the host; otherwise :func:`gather_together`."""
         if of_node:
             data, label = self.prepare_gather(of_node=True)
             return self.comm.all_gather(data, label, of_node=True)
