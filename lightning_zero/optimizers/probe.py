@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.optimizers.inner import JoinedState
 from lightning_zero.optimizers.state_trees import StateShape, same
 from lightning_zero.optimizers.trial import MOST_TRUE, Cut, DtypeOf, Trial, refuse_wrapped_state, step_of, trying
 from lightning_zero.settings import ConfigError
@@ -91,6 +92,11 @@ def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: to
     """Raise ConfigError if ``optimizer`` does not step each element by itself, or if its step calls its closure.
     Accepts an optimizer that cannot be tried, because its step fails or draws random numbers, or its constructor has
     made state. ``cut``: returns the lengths of the slices of a parameter."""
+    if len(JoinedState(optimizer).dicts()) > 1:
+        raise ConfigError(
+            f"zero.optimizer.sharding: expected no optimizer inside of another, got {type(optimizer).__qualname__}. "
+            "Drop zero.optimizer.sharding=slices; whole tensors are stepped then."
+        )
     if optimizer.state or device.type == "meta":
         return
 

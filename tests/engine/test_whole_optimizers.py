@@ -680,6 +680,8 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
         Sharded(Model(), stage=0, optimizer=patched)
     with pytest.raises(ConfigError, match=r"whose train\(\) and eval\(\)"):
         Sharded(Model(), optimizer=ScheduleFree, optimizer_settings={"sharding": "slices"})
+    with pytest.raises(ConfigError, match="no optimizer inside of another, got Lookahead"):
+        Sharded(Model(), optimizer=toys.lookahead, optimizer_settings={"sharding": "slices"})
 
 
 def large() -> nn.Module:
