@@ -257,6 +257,7 @@ def test_buffers_of_every_kind_start_as_on_rank_0(expanded: bool) -> None:
             "transposed": torch.arange(6.0).view(2, 3).mul(mark).t(),
             "every_second": torch.arange(8.0).mul(mark)[::2],
             "empty": torch.empty(0, 3),
+            "evaluated": torch.inference_mode()(torch.full)((2,), float(mark)),  # as an evaluation leaves it
             "scalar": torch.tensor(mark),
         }
 

@@ -154,7 +154,7 @@ class Interpreter:
 
     def _look(self, what: str) -> None:
         side = self.side
-        with side.shown(grads=True):
+        with side.shown(grads=not self._waits):
             params = dict(side.module.named_parameters())
             self._note(f"{what}: parameter", params)
             if not self._waits:

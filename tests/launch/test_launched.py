@@ -263,7 +263,7 @@ def test_a_missing_checkpoint_is_refused_before_the_start(
     start = mock.Mock(side_effect=Started)
     monkeypatch.setattr(launchers.ScriptLauncher, "_call_children_scripts", start)
     monkeypatch.setattr(launchers.ForkLauncher, "_fit_to_fork", start)
-    (tmp_path / "there.ckpt").touch()
+    torch.save({}, tmp_path / "there.ckpt")
     for path, error in {"missing.ckpt": ConfigError, "there.ckpt": Started, "": Started}.items():
         strategy = ZeroStrategy("zero3", start_method=start_method)
         run = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)

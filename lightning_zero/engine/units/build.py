@@ -136,7 +136,8 @@ def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype 
                 continue
             if id(buffer) not in moved:
                 wanted = dtype if buffer.is_floating_point() else None
-                moved[id(buffer)] = on_device = buffer.to(comm.device, wanted)
+                normal = buffer.clone() if buffer.is_inference() else buffer  # an evaluation has replaced it
+                moved[id(buffer)] = on_device = normal.to(comm.device, wanted)
                 if (f"{prefix}.{key}" if prefix else key) in everywhere:
                     data = on_device.contiguous()
                     comm.broadcast(data)
