@@ -35,7 +35,7 @@ LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
     "lines of the package": 43_700,
-    "lines of the engine": 11_400,
+    "lines of the engine": 11_410,
     "files of the engine": 42,
     "lines of the longest file": 600,
     "lines of tests": 44_410,
