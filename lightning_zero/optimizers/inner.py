@@ -13,6 +13,7 @@ A checkpoint file has what the class's own ``state_dict()`` returns, if the clas
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -90,23 +91,21 @@ class JoinedState:
 
 @contextlib.contextmanager
 def _having(optimizer: Optimizer, states: Mapping[nn.Parameter, State]) -> Iterator[None]:
-    """Context manager in which ``states`` is all state of the optimizer and of those inside. Afterwards the earlier
-    state objects are back, with their content."""
+    """Context manager in which ``states`` is all state of the optimizer and of those inside, in other dicts. Dicts that
+    optimizers share stay shared."""
     every: list[Any] = [optimizer, *(inner for _, inner in optimizers_in(optimizer))]
-    kept = [(one, one.state, dict(one.state)) for one in every]
-    joined = JoinedState(optimizer)
+    kept = [(one, one.state) for one in every]
+    dicts = {id(held): defaultdict[Any, Any](dict) for _, held in kept}
     try:
-        for held in joined.dicts():
-            held.clear()
+        for one, held in kept:
+            one.state = dicts[id(held)]
+        joined = JoinedState(optimizer)
         for param, state in states.items():
             joined.set(param, state)
         yield
     finally:
-        for one, held, entries in kept:
-            if one.state is not held:
-                one.state = held
-            held.clear()
-            held.update(entries)
+        for one, held in kept:
+            one.state = held
 
 
 def own_state_dict(optimizer: Optimizer, states: Mapping[nn.Parameter, State]) -> State:

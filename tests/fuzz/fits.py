@@ -73,14 +73,15 @@ def draw(numbers: random.Random) -> Program:
     listed = numbers.random() < 0.5, numbers.random() < 0.5
     # DDP does not know the last batch of an epoch that ends below a limit; where ranks differ, it is known.
     limits = [1.0, 1.0, 2, 4] if listed[0] or len(set(batches)) == 1 else [1.0, 1.0, min(batches)]
-    row = numbers.choice(ROWS)
+    row, join = numbers.choice(ROWS), numbers.random() < 0.2
     hooks = [hook for hook in uses.HOOKS if hook != OF_A_BATCH or checked[0] == checked[1]]
     pairs = {hook: numbers.choice(list(ACTS)) for hook in numbers.sample(hooks, numbers.randint(0, 4))}
     for hook, act in pairs.items():
         if hook in uses.IN_STEPS or (hook in uses.AFTERWARDS and act in KEEP):
             pairs[hook] = "reads"
-    # Where parameters stay in their places, views that are not results of `.data` follow what is assigned to it.
-    if "zero3" not in row and any(act in KEEP for act in pairs.values()):
+    # Where parameters stay in their places, views that are not results of `.data` follow what is assigned to it. The
+    # twin of `join` is stage 0.
+    if ("zero3" not in row or join) and any(act in KEEP for act in pairs.values()):
         pairs = {hook: "swaps" if act in ("writes", "swaps_data") else act for hook, act in pairs.items()}
     return Program(
         row=row,
@@ -88,7 +89,7 @@ def draw(numbers: random.Random) -> Program:
         batches=batches,
         checked=checked,
         listed=listed,
-        join=numbers.random() < 0.2,
+        join=join,
         hides=numbers.random() < 0.5,
         changes=numbers.choice([None, *CHANGES]),
         settings={

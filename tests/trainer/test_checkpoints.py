@@ -71,6 +71,24 @@ class WithAnchor(Lit):
         return Anchored(torch.optim.AdamW(self.parameters(), lr=0.01))
 
 
+class Marked(torch.optim.AdamW):
+    """Steps slices, and has more in its state dict than torch's."""
+
+    mark = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "mark": 7}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mark = state["mark"]
+        super().load_state_dict({name: value for name, value in state.items() if name != "mark"})
+
+
+class WithMark(Lit):
+    def configure_optimizers(self) -> Any:
+        return Marked(self.parameters(), lr=0.01)
+
+
 class MuonOfTorch(toys.ByHand):
     """For matrices, and AdamW for the rest."""
 
@@ -272,17 +290,20 @@ def test_ddp_goes_on_with_the_loss_scale_that_we_have_saved(tmp_path: Path) -> N
 
 
 @on_ranks(2)
-def test_optimizers_inside_of_others_go_on_as_under_ddp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [WithAnchor, WithMark])
+def test_state_dicts_of_classes_go_on_as_under_ddp(make: Any, tmp_path: Path) -> None:
     """From files of DDP too, and back. ``configure_optimizers`` sees the weights of the checkpoint."""
 
     def save(row: str) -> Path:
         path = tmp_path / f"{row}.ckpt"
-        fit(row, tmp_path, seeded(WithAnchor), max_epochs=1).trainer.save_checkpoint(path)
+        fit(row, tmp_path, seeded(make), max_epochs=1).trainer.save_checkpoint(path)
         dist.barrier()
         return path
 
     def resume(row: str, path: Path) -> toys.Run:
-        return fit(row, tmp_path, seeded(WithAnchor, 5), max_epochs=2, ckpt_path=path)
+        found = fit(row, tmp_path, seeded(make, 5), max_epochs=2, ckpt_path=path)
+        assert getattr(found.trainer.optimizers[0], "mark", 7) == 7
+        return found
 
     expected = resume("ddp", save("ddp"))
     for first, then in (("ddp", "zero3"), ("zero3", "ddp"), ("zero3_offload", "zero1")):
