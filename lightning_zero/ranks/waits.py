@@ -199,8 +199,8 @@ class Waits:
             f"rank {self.rank} waits for {label!r}, and some rank waits for something else, so neither can continue:\n"
             f"{lines}\nAll ranks must call this, or none: gather(), the module, saves, state_dicts, norms and reads of "
             "parameters take all ranks. Look for a call that only some ranks make (under `if rank == 0`, in a callback "
-            "that works on rank 0), or set zero/stage=zero2, at which one rank may read and call the module alone. If "
-            "ranks take different paths through the model, set zero.dynamic_graph=true."
+            "that works on rank 0). With zero/stage=zero2 and no offload one rank may read and call the module alone. "
+            "If ranks take different paths through the model, set zero.dynamic_graph=true."
         )
 
     def _stall_message(self, label: str, waited: float) -> str:

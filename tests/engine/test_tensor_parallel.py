@@ -29,6 +29,7 @@ from lightning_zero.mesh.split import Run, Split
 from lightning_zero.settings import ConfigError, ZeroConfig, make_config
 from lightning_zero.trainer.steps import differing_replicas, fingerprints
 from tests import models
+from tests.engine.optimizers import Marked
 from tests.engine.sides import MakeOptimizer, Sharded, adamw, sgd
 from tests.engine.test_offload import offload
 from tests.engine.works import autocast
@@ -222,16 +223,17 @@ def test_stages_in_bf16_have_the_same_digits_near_those_of_one_process() -> None
 
 
 @on_ranks(4, full=(2,))
-def test_state_of_one_process_goes_on_in_parts() -> None:
+@pytest.mark.parametrize("make", [adamw, pytest.param(functools.partial(Marked, lr=0.01), marks=pytest.mark.full)])
+def test_state_of_one_process_goes_on_in_parts(make: Any) -> None:
     @contextlib.contextmanager
     def loaded(**settings: Any) -> Iterator[tuple[nn.Module, Engine, Any]]:
         module = net(seed=7)
-        with sharded(module, adamw, **settings) as (engine, optimizer):
+        with sharded(module, make, **settings) as (engine, optimizer):
             engine.load_state_dict(weights)
             load_optimizer_state(engine, optimizer, state)
             yield module, engine, optimizer
 
-    expected, steps, _ = alone(net, adamw)
+    expected, steps, _ = alone(net, make)
     weights, state = copy.deepcopy(expected.state_dict()), copy.deepcopy(steps.state_dict())
     found = trained(expected, steps, slice(None))
     with loaded(stage=2) as (_, engine, _):

@@ -25,7 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from tests.engine.optimizers import Lookahead, Shampoo
+from tests.engine.optimizers import Lookahead, Marked, Shampoo
 from tests.harness import on_ranks, run
 from tests.selection import pairwise_places
 from tests.trainer import toys
@@ -69,19 +69,6 @@ class Anchored(Lookahead):
 class WithAnchor(Lit):
     def configure_optimizers(self) -> Any:
         return Anchored(torch.optim.AdamW(self.parameters(), lr=0.01))
-
-
-class Marked(torch.optim.AdamW):
-    """Steps slices, and has more in its state dict than torch's."""
-
-    mark = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "mark": 7}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.mark = state["mark"]
-        super().load_state_dict({name: value for name, value in state.items() if name != "mark"})
 
 
 class WithMark(Lit):

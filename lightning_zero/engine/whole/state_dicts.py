@@ -445,8 +445,13 @@ def load_optimizer_state(engine: Core, optimizer: Optimizer, state: Saved) -> No
             own = load_own_state_dict(sharded.optimizer, state, dtypes, present)
         except Exception as error:
             kind = type(optimizer).__name__
-            raise ConfigError(f"the checkpoint: {kind}.load_state_dict() refuses it: {error!r}.") from error
-        states = {(places[param].bucket, places[param].info.slot): found for param, found in own.items()}
+            raise ConfigError(
+                f"the checkpoint: expected a state that {kind}.load_state_dict() takes, got {error!r}. Build the "
+                "optimizer as it was when the checkpoint was saved."
+            ) from error
+        for param, entry in own.items():
+            bucket, info = places[param]
+            states[bucket, info.slot] = {name: info.part_of_saved(value) for name, value in entry.items()}
     else:
         for group, saved, place, found in _pairs(optimizer, sharded, state):
             group.update({k: copy.deepcopy(v) for k, v in saved.items() if k != "params"})
