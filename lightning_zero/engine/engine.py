@@ -42,7 +42,7 @@ from lightning_zero.engine.whole import state_dicts, whole_params
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
 from lightning_zero.engine.whole.values import FakeTensors, all_entries
-from lightning_zero.optimizers.state_trees import Saved, State
+from lightning_zero.optimizers.state_trees import Saved, State, leaves_of
 from lightning_zero.settings import ConfigError, names_arguments, with_rows
 
 LARGE_NUMEL = 1 << 24  # of parameters whose optimizer state takes more time than a garbage collection
@@ -175,8 +175,10 @@ class Engine(Core):
         return state_dicts.optimizer_state(self, optimizer, only_rank_0=False)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Saved) -> None:
-        """Load a whole ``state``, equal on all ranks, as ``optimizer.load_state_dict(state)`` does. Collective."""
+        """Load a whole ``state``, as ``optimizer.load_state_dict(state)`` does. Collective. Raises RuntimeError on all
+        ranks if they load different states."""
         self.passes.meet("optimizer.load_state_dict(), which all ranks must call")
+        state_dicts.refuse_unequal_loads(self, dict(leaves_of(state)))
         state_dicts.load_optimizer_state(self, optimizer, state)
 
     def renew_optimizers(self, make: Callable[[], Sequence[Optimizer]]) -> None:

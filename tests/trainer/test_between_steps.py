@@ -274,6 +274,8 @@ def test_views_keep_what_was_there_when_data_is_assigned(tmp_path: Path) -> None
 class KeepsState(Lit):
     """Reads the optimizer's state after step 2, loads it after step 4, and halves it after step 5."""
 
+    differs = False  # ranks load other states
+
     def on_train_batch_end(self, *_: Any) -> None:
         wrapper, optimizer = self.optimizers(), self.trainer.optimizers[0]
         if self.global_step == 2:
@@ -284,7 +286,7 @@ class KeepsState(Lit):
         if self.global_step == 5:
             state = copy.deepcopy(optimizer.state_dict())
             for entry in state["state"].values():
-                entry["exp_avg"] /= 2
+                entry["exp_avg"] /= 2 + self.differs * dist.get_rank()
             optimizer.load_state_dict(state)
 
 
@@ -294,6 +296,10 @@ def test_optimizers_state_is_read_and_loaded_as_under_ddp(tmp_path: Path) -> Non
     expected = fit("ddp", tmp_path, seeded(make), count=32)
     for row in ("zero3", "zero3_offload", "zero1"):
         assert_same(fit(strategy_of(row, tmp_path), tmp_path, seeded(make), count=32), expected, what=row)
+    module = seeded(make)
+    module.differs = True
+    with pytest.raises(RuntimeError, match=r"loading state/0/exp_avg, .*: expected the same values on all ranks"):
+        fit("zero3", tmp_path, module, count=32)
 
 
 class StepsTwice(Uses):

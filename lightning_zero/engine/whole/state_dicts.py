@@ -372,15 +372,21 @@ def _infos(engine: Core) -> dict[str, ParamInfo]:
 
 
 def _refuse_other_values(engine: Core, state: Saved) -> None:
-    """Raise RuntimeError on all ranks if ranks load different values of a parameter. Collective. Compares about eight
-    elements of each tensor, enough for random values. A full comparison would read all of a memory-mapped file."""
+    """Raise RuntimeError on all ranks if ranks load different values of a parameter. Collective."""
     infos = {fqn: info for fqn, info in _infos(engine).items() if info.split is None}
     own = {
-        key: checksum(value.detach().flatten()[:: value.numel() // 8 + 1])
+        key: value
         for key, value in state.items()
         if isinstance(value, Tensor) and not isinstance(value, StoredTensor | KeptTensor) and not value.is_meta
         if key in infos and value is not infos[key].param
     }
+    refuse_unequal_loads(engine, own)
+
+
+def refuse_unequal_loads(engine: Core, tensors: Mapping[str, Tensor]) -> None:
+    """Raise RuntimeError on all ranks if ranks load different ``tensors``. Collective. Compares about eight elements of
+    each tensor, enough for random values. A full comparison would read all of a memory-mapped file."""
+    own = {key: checksum(value.detach().flatten()[:: value.numel() // 8 + 1]) for key, value in tensors.items()}
     found = gather_if_unequal(engine._group, sorted(own.items()), engine.comm.waits, "values that are loaded")
     if found is not None:
         table = [dict(items) for items in found]
