@@ -34,11 +34,11 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 43_710,
-    "lines of the engine": 11_420,
-    "files of the engine": 42,
+    "lines of the package": 44_150,
+    "lines of the engine": 11_630,
+    "files of the engine": 43,
     "lines of the longest file": 600,
-    "lines of tests": 44_440,
+    "lines of tests": 44_500,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 42,
     "private names of Lightning": 11,

@@ -9,6 +9,7 @@
     groups        process groups, for reuse
     reduction     operations in flight
     agreements    small messages by which ranks agree, also before a communicator exists
+    one_sided     uses of parameters by some ranks alone, which read the other ranks' shards
     sequence      messages among the ranks that share a sequence
     share         what a rank shares with the other ranks of its machine: memory, disks, cores
 """

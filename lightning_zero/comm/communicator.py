@@ -153,6 +153,13 @@ class Communicator:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     @property
+    def uses_group(self) -> Any:
+        """Return the group of all ranks for [Note: uses by some ranks alone]; None if no other rank exists."""
+        if self.world_size == 1 or dist.get_backend(self._parent) == "fake":
+            return None
+        return GROUP_POOL.parent(self._parent).uses
+
+    @property
     def exchanges(self) -> bool:
         """Return whether reductions can use an all-to-all, whose messages can be narrower than the sum's dtype."""
         return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges

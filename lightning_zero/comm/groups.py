@@ -159,6 +159,7 @@ def _connected_when_used(ranks: int) -> Iterator[None]:
 class _Parent(NamedTuple):
     group: Any
     agreement: Any  # host-side, the same ranks
+    uses: Any  # host-side, the same ranks: see [Note: uses by some ranks alone]
     made: list[tuple[GroupKind, Groups]]
 
 
@@ -173,7 +174,8 @@ class GroupPool:
         found = next((parent for parent in self._parents if parent.group is group), None)
         if found is None:
             ranks = dist.get_process_group_ranks(group)
-            found = _Parent(group, make_group(ranks, "agreement", host_backend(group)), [])
+            agreement, uses = (make_group(ranks, name, host_backend(group)) for name in ("agreement", "uses"))
+            found = _Parent(group, agreement, uses, [])
             self._parents.append(found)
         return found
 

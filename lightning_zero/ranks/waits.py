@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -69,16 +69,17 @@ class Waits:
         self.issued = 0  # operations asked for so far; while it grows this rank is not stuck
         self.asked: Counter[str] = Counter()  # messages that this rank has sent or waited for, by name
         self.all_take_part = True  # all ranks take part in every message; else counts do not show who waits for whom
+        self.number = 0  # a part of store keys: the same on all ranks, and used only once
         self._watchdog = Watchdog.latest(self.world_size)  # that of an earlier run or engine, until watch()
 
     def watch(self, number: int, *, notices_broken_connections: bool) -> None:
         """Start the watchdog, which posts what this rank is doing and listens to the other ranks. Collective.
 
         Args:
-            number: a part of the watchdog's store keys; the same on all ranks, and used only once.
+            number: see :attr:`number`.
             notices_broken_connections: whether the backend itself notices broken connections.
         """
-        store = connection_of_its_own(dist.distributed_c10d._get_default_store())
+        store, self.number = connection_of_its_own(dist.distributed_c10d._get_default_store()), number
         self._watchdog = Watchdog(self, store, number=number, notices_broken_connections=notices_broken_connections)
 
     @property
@@ -86,6 +87,11 @@ class Waits:
         """Return index and label of the wait that this process is in; "" if there is none. Other threads call this."""
         number, label, work = _wait_of_process
         return "" if work is None or work.is_completed() else f"{number}: {label}"
+
+    def call_at_end(self, stop: Callable[[], object]) -> None:
+        """Call ``stop``, which ends a thread that uses the store, before the process ends normally."""
+        if self._watchdog is not None:
+            self._watchdog.at_end.append(stop)
 
     def close(self) -> None:
         if self._watchdog is not None:
@@ -130,6 +136,20 @@ class Waits:
             if waited < 0.9 * self.stall_timeout_s:
                 raise RuntimeError(f"rank {self.rank}: {label!r} failed ({self.place}): {error}") from error
             raise StallError(self._stall_message(label, waited)) from error
+
+    def comes(self, work: Any, label: str, seconds: float) -> bool:
+        """Wait for the message ``work`` for at most ``seconds``, and return whether it has come. The other ranks need
+        not join: for them this rank does not count as waiting."""
+        started = time.monotonic()
+        self._go_on(work)
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if time.monotonic() - started < seconds or work.is_completed():
+                self.wait_work(work, label)  # it came just now, or its connection is broken
+                return True
+            return False
+        return True
 
     @contextlib.contextmanager
     def elsewhere(self, label: str) -> Iterator[None]:
@@ -198,9 +218,8 @@ class Waits:
         raise StallError(
             f"rank {self.rank} waits for {label!r}, and some rank waits for something else, so neither can continue:\n"
             f"{lines}\nAll ranks must call this, or none: gather(), the module, saves, state_dicts, norms and reads of "
-            "parameters take all ranks. Look for a call that only some ranks make (under `if rank == 0`, in a callback "
-            "that works on rank 0). With zero/stage=zero2 and no offload one rank may read and call the module alone. "
-            "If ranks take different paths through the model, set zero.dynamic_graph=true."
+            "gradients take all ranks. Look for a call that only some ranks make (under `if rank == 0`, in a callback "
+            "that works on rank 0). If ranks take different paths through the model, set zero.dynamic_graph=true."
         )
 
     def _stall_message(self, label: str, waited: float) -> str:

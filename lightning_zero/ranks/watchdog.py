@@ -101,6 +101,7 @@ class Watchdog:
         self._notices_broken_connections, self._end = notices_broken_connections, end
         self._meetings = 0
         self._left = False
+        self.at_end: list[Callable[[], object]] = []  # called by :meth:`stop`: they end other threads
         self._leaving = threading.Event()
         self._store = store
         self._every_s = EVERY_S * max(1.0, self._world_size / RANKS_AT_THIS_PACE)
@@ -290,6 +291,8 @@ class Watchdog:
         """Post that this rank leaves, and end the threads. If another rank is gone, keep the threads: they end this
         process if a later call hangs."""
         self.leave()
+        for end in self.at_end:
+            end()
         if self._gone is None:
             self._stop.set()
             for thread in self._threads.values():

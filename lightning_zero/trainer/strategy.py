@@ -340,8 +340,7 @@ class ZeroStrategy(Run):
         else:
             engine.comm.waits.forget_failures()
             engine.comm.long_work = self._long_work
-        engine.passes.calls_meet = True
-        engine.passes.between.begin_run()
+        engine.passes.between.begin_run(in_trainer=True)
         with engine.passes.fence.lowered():
             model.to(self.root_device)  # sets module.device, and moves states of metrics
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:

@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
+from lightning_zero.comm import one_sided
 from lightning_zero.comm.agreements import ApartError
 from lightning_zero.ranks import waits
 from lightning_zero.ranks.verdict import StallError
 from tests.engine.sides import Sharded
 from tests.engine.support import places_posted_often
-from tests.engine.works import language_work, tokens
+from tests.engine.works import language_work
 from tests.harness import Pool
 from tests.models import Model
 from tests.trainer.toys import Lit, fit, seeded
@@ -36,16 +37,16 @@ def in_a_pool(function: Callable[..., Any], *args: Any) -> list[Any]:
 
 SAID = {  # of rank 0
     "gather": "between passes, waits for 'gather(), which all ranks must enter'",
-    "call": "between passes, waits for 'a call of the module outside of a step, which all ranks must make'",
     "norm": "a read of .grad.norm(), which takes all ranks, waits for 'the norms of gradients, of type 2'",
-    "use": "'mul' of head.weight between steps, which all ranks must make, waits for 'a use of unit ",
+    "write": "the end of writes to head.weight between steps, waits for 'writes to parameters between steps, which all",
     "read": "a read of .grad, which takes all ranks, waits for 'a read of the gradient of head.weight, which all ranks",
 }
 
 
 @contextlib.contextmanager
 def asked_soon(later: float = 0.0) -> Iterator[None]:
-    with places_posted_often(), mock.patch.object(waits, "ASK_S", 0.5 + later * dist.get_rank()):
+    soon = mock.patch.multiple(one_sided, PATIENCE_S=0.3, LISTEN_S=0.05)
+    with places_posted_often(), soon, mock.patch.object(waits, "ASK_S", 0.5 + later * dist.get_rank()):
         yield
 
 
@@ -57,14 +58,12 @@ def alone(what: str, stage: int, later: float = 0.0) -> str:
         side = Sharded(Model(), stage=stage, stall_timeout_s=3600.0)
         KEPT.append(side)
         language_work(side, 0)
-        side.engine.passes.calls_meet = True  # as under the Trainer
         side.step()
         side.engine.passes.between.begin_run()
         calls: dict[str, Callable[[], Any]] = {
             "gather": lambda: lightning_zero.gather(side.module).__enter__(),
-            "call": lambda: side.module(tokens(1)),
             "norm": lambda: side.module.head.weight.grad.norm(),
-            "use": lambda: side.module.head.weight * 2,
+            "write": lambda: (side.module.head.weight.data.mul_(2), side.step()),
             "read": lambda: side.module.head.weight.grad.abs(),
         }
         with pytest.raises(StallError, match=r"All ranks must call this, or none") as caught:
@@ -109,3 +108,25 @@ def test_a_save_by_one_rank_alone_is_named_on_all(stage: str, tmp_path: Path) ->
     for said in in_a_pool(save_alone, stage, str(tmp_path)):
         assert "waits for 'saving a checkpoint: who sees it'" in said and "ll ranks must" in said
         assert "rank 1: " in said
+
+
+def read_before_a_step(stage: int) -> str:
+    """Rank 0 reads when rank 1 has stepped already."""
+    with asked_soon():
+        side = Sharded(Model(), stage=stage)
+        KEPT.append(side)
+        side.engine.passes.between.begin_run()
+        language_work(side, 0)
+        if dist.get_rank():
+            side.step()
+            return ""
+        with pytest.raises(RuntimeError) as caught:
+            _ = side.module.head.weight * 2
+    return str(caught.value)
+
+
+def test_values_of_two_steps_are_not_mixed() -> None:
+    said, _ = in_a_pool(read_before_a_step, 3)
+    assert (
+        "rank 1: code that only some ranks run reads parameters (embed.weight, ...), but this rank has changed" in said
+    )

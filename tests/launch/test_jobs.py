@@ -197,9 +197,10 @@ def test_a_rank_that_dies_under_lightnings_launcher_ends_all(rank: int, tmp_path
     assert time.monotonic() - started < 100
 
 
-# Rank 0 alone reads a weight, while the other rank waits in a collective of Lightning's.
+# Rank 0 alone enters gather(), while the other rank waits in a collective of Lightning's.
 ALONE = """
 import lightning as L
+import lightning_zero
 import torch
 from lightning_zero import ZeroStrategy
 
@@ -214,7 +215,7 @@ class Lit(L.LightningModule):
 
     def on_train_epoch_end(self):
         if self.global_rank == 0:
-            self.net.weight.mean()
+            lightning_zero.gather(self).__enter__()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -234,7 +235,7 @@ def test_a_rank_whose_wait_fails_ends_at_once(tmp_path: Path) -> None:
     started = time.monotonic()
     done = run(tmp_path, "python", "train.py")
     assert done.returncode == 1
-    assert "waits for 'a use of unit" in done.stderr and "Look for a call that only some ranks make" in done.stderr
+    assert "waits for 'gather()" in done.stderr and "Look for a call that only some ranks make" in done.stderr
     assert time.monotonic() - started < 100
 
 

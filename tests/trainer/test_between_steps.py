@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import io
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.comm import one_sided
 from lightning_zero.engine.passes import between
 from tests.harness import on_ranks
 from tests.trainer.toys import (
@@ -259,6 +261,45 @@ def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(row: str, act: An
         for do in (act, inside_gather(act))
     ]
     assert_as(*runs, row)
+
+
+def everything_but_writes_alone(m: Any) -> Any:
+    return [act(m) for act in (reads, calls, copies, saves, takes_gradients)] if dist.get_rank() == 0 else None
+
+
+@torch.no_grad()
+def averages_and_shows(m: Any) -> Any:
+    """All ranks average, and rank 0 looks at weights before and after."""
+    shown = reads(m) if dist.get_rank() == 0 else None
+    averages(m)
+    return shown, everything_but_writes_alone(m)
+
+
+@on_ranks(2, timeout=180)
+@pytest.mark.parametrize("act", [everything_but_writes_alone, averages_and_shows], **BY_NAME)
+def test_rank_0_uses_weights_alone_as_under_ddp(act: Any, tmp_path: Path) -> None:
+    make = functools.partial(Uses, act, tuple(hook for hook in HOOKS if hook not in (*IN_STEPS, *AFTERWARDS)))
+    expected = fit("ddp", tmp_path, seeded(make), count=12)
+    with mock.patch.multiple(one_sided, PATIENCE_S=0.3, KNOWN_S=0.1, LISTEN_S=0.05):
+        for row in ("zero3", "zero3_nvme", "zero1"):
+            settings = {"prefetch_bytes": 0} if row == "zero3" else {}
+            assert_as(fit(strategy_of(row, tmp_path, **settings), tmp_path, seeded(make), count=12), expected, row)
+
+
+def after_the_others(m: Any) -> Any:
+    """A rank that is slow, and another one in each use, while the other does not wait for it."""
+    if len(m.noted) % 2 == dist.get_rank():
+        time.sleep(0.3)
+    return reads(m), writes(m), calls(m)
+
+
+@on_ranks(2)
+def test_ranks_that_do_not_wait_for_each_other_use_and_write_weights_as_under_ddp(tmp_path: Path) -> None:
+    make = functools.partial(Uses, after_the_others, ("on_train_batch_end", "on_validation_start"))
+    expected = fit("ddp", tmp_path, seeded(make), count=12)
+    with mock.patch.multiple(one_sided, PATIENCE_S=0.1, KNOWN_S=0.1, LISTEN_S=0.05):
+        for row in ("zero3", "zero3_offload"):
+            assert_as(fit(strategy_of(row, tmp_path), tmp_path, seeded(make), count=12), expected, row)
 
 
 @on_ranks(2)

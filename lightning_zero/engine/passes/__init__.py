@@ -15,6 +15,7 @@
     access         reads and writes of parameters by users' code outside of their units' calls
     writes         copies users' writes to parameters into the masters, and shares writes to buffers
     between        shows masters to users' code between steps
+    masters        the memory of these masters; reads of other ranks' shards, for code that only some ranks run
     recompute      replaces forwards of units, for activation checkpointing
     compiled       torch.compile of units' forwards
     containers     tensors inside of nested containers

@@ -1,10 +1,11 @@
 """Shows masters to users' code between steps.
 
 [Note: uses of parameters between steps]
-Under DDP parameters have their values in every hook. At stage 3 they are placeholders between steps. All ranks run the
-same code, so all ranks use a parameter at the same point. The first use gathers the masters of the parameter's unit::
+Under DDP parameters have their values in every hook. At stage 3 they are placeholders between steps. If all ranks use
+a parameter at the same point, the first use gathers the masters of the parameter's unit::
 
-    use of a unit      ranks check that all use this unit; its masters are gathered into separate memory
+    use of a unit      ranks find that all use this unit; its masters are gathered into separate memory
+    use by some ranks  these ranks read the other ranks' shards, into memory of their own
     use of another     the same; uses of earlier units end if all together exceed ``zero.prefetch_bytes``
     a state dict       a use of all units; tensors are copied to the host if only the host has room for all
     a copy in a step   all units of the module show masters until the call returns (a state dict, a load)
@@ -17,7 +18,7 @@ which copies new values to the same memory. After ``p.data = value`` earlier vie
 parameter uses other memory.
 
 See [Note: version counters] and [Note: checksums of writes]: how writes to shown masters are noticed.
-See [Note: one order of collectives]: before masters are gathered, ranks check that all use the same unit.
+See [Note: uses by some ranks alone]: how a rank finds out whether all ranks use a unit, and reads shards alone.
 See [Note: masters during an offloaded step]: the first use waits for offloaded steps.
 """
 
@@ -27,72 +28,19 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.passes.writes import Writes, checksum, refuse_unequal
+from lightning_zero.engine.passes.masters import Memory, ShardReader
+from lightning_zero.engine.passes.writes import Writes, refuse_unequal, unequal_error
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
-from lightning_zero.engine.units.param import ParamInfo
-from lightning_zero.engine.units.param_store import references
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning.memory import reason_not_to_fit
 from lightning_zero.ranks.posts import machine
 from lightning_zero.tiers.limits import available_host_memory
-
-
-@dataclass(eq=False, slots=True)
-class _Memory:
-    """Memory with the whole masters of one bucket. Parameters refer to this memory, and users may hold views of it."""
-
-    bucket: Bucket
-    full: Tensor  # [layout.numel] master dtype
-    own: dict[int, Tensor] = field(default_factory=dict)  # slot -> values, of which users' older views are in ``full``
-    handed_out: dict[int, int] = field(default_factory=dict)  # slot -> checksum when .data was read or kept
-    assigned: set[int] = field(default_factory=set)  # slots whose ``.data`` was assigned
-    checksums: list[int] | None = None  # of each parameter when they were hidden
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether users hold tensors in this memory. Call only while parameters do not refer to the memory."""
-        return any(references(tensor) > 1 for tensor in (self.full, *self.own.values()))
-
-    def value(self, info: ParamInfo) -> Tensor:
-        """Return the values of one parameter: a view of this memory."""
-        own = self.own.get(info.slot)
-        return self.bucket.part_of(self.full, info) if own is None else own
-
-    def values(self) -> list[Tensor]:
-        return [self.value(info) for info in self.bucket.params]
-
-    def whole(self) -> Tensor:
-        """Return the current values of all parameters as one tensor [layout.numel]."""
-        full = self.full.clone() if self.own else self.full
-        for slot, value in self.own.items():
-            self.bucket.part_of(full, self.bucket.params[slot]).copy_(value)
-        return full
-
-    def checksum(self, info: ParamInfo) -> int:
-        return checksum(info.flattened(self.value(info)))
-
-    def all_checksums(self) -> list[int]:
-        return [self.checksum(info) for info in self.bucket.params]
-
-    def assign(self, info: ParamInfo, value: Tensor) -> None:
-        """Copy ``value`` into the memory of a parameter for ``param.data = value``. If users hold views of the bucket's
-        memory, the parameter gets other memory, so that these views keep their values. If ``value`` is itself such a
-        view, the parameter uses the bucket's memory again."""
-        are_held = references(self.full) > 1 + len(self.bucket.params) - len(self.own)
-        first = self.bucket.part_of(self.full, info)
-        if (first.data_ptr(), first.shape, first.stride()) == (value.data_ptr(), value.shape, value.stride()):
-            self.own.pop(info.slot, None)
-        elif are_held:
-            self.own[info.slot] = torch.empty_strided(info.shape, info.strides, dtype=first.dtype, device=first.device)
-        self.value(info).copy_(value)
-        self.assigned.add(info.slot)
 
 
 class Between:
@@ -101,27 +49,42 @@ class Between:
 
     Attributes:
         in_run: Whether all ranks run the same code (of a Trainer's run or of Fabric), so that uses are allowed.
-        shown: The units in use, in the order of their first use.
+        shown: The units that all ranks use, in the order of their first use.
         memory: The whole masters of buckets in these units, and of buckets of which users on any rank hold views.
+        alone: The whole masters of each unit that this rank uses alone, in the order of first use.
         rounds: Whether a run is open whose passes compute in another dtype than that of some masters.
         rounded: In a run, the buckets whose parameters stay gathered in a dtype with fewer bits than their masters.
     """
 
     def __init__(
-        self, units: Sequence[Unit], comm: Communicator, writes: Writes, *, most_bytes: int, settle: Callable[[], None]
+        self,
+        units: Sequence[Unit],
+        comm: Communicator,
+        writes: Writes,
+        reader: ShardReader,
+        *,
+        most_bytes: int,
+        settle: Callable[[], None],
     ) -> None:
-        self._units, self._comm, self._writes = units, comm, writes
+        self._units, self._comm, self._writes, self._reader = units, comm, writes, reader
         self._most_bytes, self._settle = most_bytes, settle
         self.shown: list[Unit] = []
-        self.memory: dict[Bucket, _Memory] = {}
+        self.memory: dict[Bucket, Memory] = {}
+        self.alone: dict[Unit, dict[Bucket, Memory]] = {}
+        self._in_trainer = False
+        self._calls_alone = False  # only some ranks make the outermost call that is under way
+        self._warned = False  # of a view that does not follow its parameter
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.rounded: list[Bucket] = []
         self.in_run = self.rounds = False
         self._thread = 0  # number of the thread that runs hooks
 
-    def begin_run(self) -> None:
-        """Allow users' code, the same on all ranks, to use parameters between steps from now on. Sends no message."""
-        self.in_run, self._thread = True, threading.get_ident()
+    def begin_run(self, *, in_trainer: bool = False) -> None:
+        """Allow users' code, the same on all ranks, to use parameters between steps from now on. Sends no message.
+        ``in_trainer``: calls of the module outside of a scope do not train, so that ranks may make some of them alone.
+        """
+        self.in_run, self._thread, self._in_trainer = True, threading.get_ident(), in_trainer
+        self._reader.listen()
         self.plans_changed()
         self.pass_ends()
 
@@ -130,16 +93,29 @@ class Between:
         self.forget()
         self.pass_begins()
         self.in_run = False
+        self._reader.close()
         self.plans_changed()
 
     @property
     def runs_here(self) -> bool:
         return self.in_run and threading.get_ident() == self._thread
 
-    def takes_calls(self, device: torch.device) -> bool:
-        """Return whether a module that is called between steps must compute with masters. This is so if passes compute
-        in another dtype and the call is outside of autocast, because inputs then have the masters' dtype."""
-        return self.rounds and not torch.is_autocast_enabled(device.type)
+    def shows_for_call(self, unit: Unit, running: Sequence[Unit]) -> bool:
+        """Return whether a call of ``unit`` between steps must compute with masters, after the unit's parameters show
+        masters. This is so in two cases. Passes compute in another dtype and the call is outside of autocast, because
+        inputs then have the masters' dtype. Or only some ranks make the outermost call. ``running``: the units whose
+        calls are under way."""
+        in_masters_dtype = self.rounds and not torch.is_autocast_enabled(self._comm.device.type)
+        if not running:
+            # In loops of Fabric a call with gradients trains, and a message before each one would cost time.
+            asks = (self._in_trainer or not torch.is_grad_enabled()) and any(unit.reshards for unit in self._units)
+            asks = asks and not in_masters_dtype
+            self._calls_alone = asks and not self._reader.all_make("a call of the module between steps")
+        if not in_masters_dtype and not self._calls_alone:
+            return False
+        if unit not in self.shown and unit not in self.alone:
+            self.use(unit, "a call", running, alone=self._calls_alone)
+        return True
 
     def plans_changed(self) -> None:
         self.rounds = self.in_run and any(b.dtypes.compute != b.dtypes.master for b in self._unit_of)
@@ -158,26 +134,63 @@ class Between:
     # -- uses -----------------------------------------------------------------------------------------------------
 
     @outside_autograd
-    def use(self, unit: Unit, what: str, beside: Collection[Unit]) -> None:
-        """Gather the masters of ``unit``, and make the masters the values of its parameters. Collective.
+    def use(self, unit: Unit, what: str, beside: Collection[Unit], *, alone: bool = False) -> None:
+        """Make the masters of ``unit`` the values of its parameters. Gather the masters if all ranks make this use;
+        otherwise read the other ranks' shards.
 
         Args:
             what: A name of the use, for error messages.
             beside: The units of all parameters that the same operation uses. Units already in use stay in use.
-
-        Raises ApartError on all ranks if a rank uses another unit or makes another collective call.
+            alone: Whether this rank knows that the other ranks do not make this use.
         """
         if threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
                 f"{what} between steps in a thread of its own: ranks' messages for it would cross those of their main "
                 "threads. Copy what the thread needs in a hook (weight.detach().clone())."
             )
-        with self._comm.set_place(f"{what} between steps, which all ranks must make"):
+        with self._comm.set_place(f"{what} between steps"):
+            if alone or not self._reader.all_make(f"{what} in unit {unit.title}"):
+                self._use_alone(unit, beside)
+                return
             self._make_room(unit, beside)
-            self._comm.gather_checked(None, f"a use of unit {unit.title} between steps")
             if not self.shown:
                 self._take_written()
             self._show(unit)
+
+    def _use_alone(self, unit: Unit, beside: Collection[Unit]) -> None:
+        """Read the masters of ``unit``, and make the masters the values of its parameters on this rank."""
+        self._writes.take_all_over()
+        left = _nbytes(unit) + sum(map(_nbytes, self.alone))
+        for known in [known for known in self.alone if known not in beside and not self._written_alone(known)]:
+            if left > self._most_bytes:
+                left -= _nbytes(known)
+                self.hide_alone(known)
+        needed = [bucket for bucket in unit.buckets if bucket.shown is not Shown.PLAIN and _needs_masters(bucket)]
+        self.alone[unit] = {b: Memory(b, self._reader.read(b).to(b.dtypes.master)) for b in needed}
+        for bucket, memory in self.alone[unit].items():
+            bucket.show_whole(Shown.MASTERS, memory.values())
+
+    def _written_alone(self, unit: Unit) -> dict[Bucket, list[int]]:
+        """Return the slots of parameters that users have written to while this rank used ``unit`` alone."""
+        for bucket, memory in self.alone[unit].items():
+            memory.assigned = {*self._written(bucket)}  # remembered: the next call must find them too
+        return {bucket: sorted(memory.assigned) for bucket, memory in self.alone[unit].items() if memory.assigned}
+
+    def hide_alone(self, *units: Unit) -> None:
+        """Undo :meth:`use` of ``units``, or of all units, that this rank uses alone. Sends no message."""
+        for unit in units or [*self.alone]:
+            for bucket, memory in self.alone.pop(unit).items():
+                bucket.hide_whole()
+                if memory.is_held and not self._warned:
+                    self._warned = True
+                    warnings.warn(
+                        f"{bucket.params[0].fqn}: a view of a parameter of unit {unit.title} is kept by code that only "
+                        "some ranks run, and does not follow later steps. Make the view on all ranks, or clone it.",
+                        stacklevel=2,
+                    )
+
+    def _memory_of(self, bucket: Bucket) -> Memory:
+        return self.alone.get(self._unit_of[bucket], self.memory).get(bucket) or self.memory[bucket]
 
     def _take_written(self) -> None:
         self._settle()
@@ -206,7 +219,7 @@ class Between:
     def check_room(self, params: Iterable[nn.Parameter], what: str, *, or_on_host: bool = False) -> bool:
         """Raise RuntimeError on all ranks if the masters of ``params`` do not fit into free device memory. With
         ``or_on_host``, first try free host memory, and return True if the masters fit only there. ``what``: the
-        operation's name. Collective."""
+        operation's name. Collective, unless only some ranks call this: each of them then looks at its own memory."""
         nbytes = sum(
             bucket.layout.numel * bucket.dtypes.master.itemsize
             for bucket in self._buckets_of(params)
@@ -218,7 +231,9 @@ class Between:
         if on_device and accelerator.free_nbytes() < 2 * nbytes:  # else there is room without what the allocator keeps
             accelerator.release_cached()
         own = machine(), available_host_memory(), accelerator.free_nbytes()
-        table = self._comm.gather_checked(own, f"{what}, which all ranks must call")
+        table = [own]
+        if self._reader.all_make(what):
+            table = self._comm.gather_checked(own, f"{what}, which all ranks must call")
         places, numbered = [place for place, *_ in table], list(enumerate(table))
         hosts = [
             reason_not_to_fit(nbytes, free // places.count(place), f"the host of rank {rank}, for each of its ranks")
@@ -248,7 +263,7 @@ class Between:
                 continue
             full = bucket.full_master().to(bucket.dtypes.master)  # frozen parameters rest in the compute dtype
             if (memory := self.memory.get(bucket)) is None:
-                memory = self.memory[bucket] = _Memory(bucket, full)
+                memory = self.memory[bucket] = Memory(bucket, full)
             else:
                 if memory.checksums not in (None, memory.all_checksums()):
                     raise RuntimeError(
@@ -280,14 +295,14 @@ class Between:
     def hand_out(self, place: Place, values: Tensor) -> None:
         """Record that users' code has read ``.data`` of the parameter at ``place``. Save a checksum of its values,
         because writes to ``.data`` do not increment the version counter."""
-        memory = self.memory[place.bucket]
+        memory = self._memory_of(place.bucket)
         if place.info.slot not in memory.handed_out:
             memory.handed_out[place.info.slot] = memory.checksum(place.info)
 
     @outside_autograd
     def replace(self, place: Place, value: Tensor) -> None:
         """Perform ``param.data = value`` for the parameter at ``place``, which shows its master now."""
-        memory = self.memory[place.bucket]
+        memory = self._memory_of(place.bucket)
         memory.assign(place.info, value)
         place.bucket.show_whole(Shown.MASTERS, memory.values())
 
@@ -296,12 +311,48 @@ class Between:
     def flush(self) -> None:
         """Update the masters with users' writes to parameters. Raise RuntimeError on all ranks if ranks have written
         different values. Collective."""
-        self._take_over(list(self.memory), [], "writes to parameters between steps")
+        if self.shown:
+            self._take_over(list(self.memory), [], "writes to parameters between steps")
+        self._close_alone()
 
     def close(self) -> None:
-        """Update the masters with users' writes, and undo :meth:`use` for all units. Collective."""
+        """Update the masters with users' writes, and undo :meth:`use` for all units. Collective, unless this rank uses
+        units alone and has written to none of their parameters."""
+        if self.alone:
+            self._close_alone()
         if self.shown:
             self._hide(list(self.shown), "the end of uses of parameters between steps")
+
+    @outside_autograd
+    def _close_alone(self) -> None:
+        """Undo :meth:`use` for units that this rank uses alone. If users have written to their parameters, first update
+        the masters: collective, because all ranks have to write the same values."""
+        written = [item for unit in self.alone for item in self._written_alone(unit).items()]
+        memory = {bucket: self._memory_of(bucket) for bucket, _ in written}
+        self.hide_alone()
+        if not written:
+            return
+        places = [Place(bucket, bucket.params[slot]) for bucket, slots in written for slot in slots]
+        names = sorted(place.info.fqn for place in places)
+        with self._comm.set_place(f"the end of writes to {', '.join(names[:3])} between steps"):
+            table = self._comm.gather_checked(names, "writes to parameters between steps, which all ranks must make")
+        if any(other != names for other in table):
+            names = sorted({name for other in table for name in other})
+            raise unequal_error(names, "written to between steps, on some ranks only")
+        places.sort(key=lambda place: place.info.fqn)
+        refuse_unequal(
+            self._comm, [(place, memory[place.bucket].value(place.info)) for place in places], "between steps"
+        )
+        for bucket, slots in written:
+            self._write(bucket, slots, memory[bucket])
+        self._writes.changes.were_made()
+
+    def _write(self, bucket: Bucket, slots: Sequence[int], memory: Memory) -> None:
+        """Update the masters of ``bucket`` after users' writes to the parameters at ``slots``."""
+        for slot in slots if not bucket.plan.trainable else ():
+            self._writes.note_rounded(bucket, bucket.params[slot])
+        with self._writes.changes.writing():
+            bucket.write_whole(memory.whole())
 
     @outside_autograd
     def refresh(self) -> None:
@@ -317,7 +368,7 @@ class Between:
         between ranks and copied to the masters later. Sends no message."""
         written = [
             (Place(bucket, bucket.params[slot]), memory.value(bucket.params[slot]))
-            for bucket, memory in self.memory.items()
+            for bucket, memory in self._all_memory()
             if bucket.shown is Shown.MASTERS
             for slot in self._written(bucket)
         ]
@@ -328,11 +379,16 @@ class Between:
 
     def forget(self) -> None:
         """Undo :meth:`use` for all units, and discard values that users have written. Sends no message."""
-        for bucket in self.memory:
+        for bucket, _ in self._all_memory():
             if bucket.shown is Shown.MASTERS:
                 bucket.hide_whole()
         self.shown.clear()
         self.memory.clear()
+        self.alone.clear()
+
+    def _all_memory(self) -> list[tuple[Bucket, Memory]]:
+        alone = [item for memory in self.alone.values() for item in memory.items()]
+        return [*alone, *(item for item in self.memory.items() if item[0] not in dict(alone))]
 
     @outside_autograd
     def _hide(self, units: Sequence[Unit], what: str) -> None:
@@ -362,10 +418,9 @@ class Between:
             compared = [(place, self.memory[place.bucket].value(place.info)) for place in places]
             refuse_unequal(self._comm, compared, "between steps")
             for bucket, slots in slots_of.items():
-                for slot in slots if not bucket.plan.trainable else ():
-                    self._writes.note_rounded(bucket, bucket.params[slot])
                 if slots:
-                    bucket.write_whole(self.memory[bucket].whole())
+                    self._write(bucket, slots, self.memory[bucket])
+            self._writes.changes.were_made()
         except BaseException:
             self.forget()
             raise
@@ -378,7 +433,7 @@ class Between:
 
     def _written(self, bucket: Bucket) -> list[int]:
         """Return the slots of parameters that users may have written to on this rank since the last call."""
-        memory = self.memory[bucket]
+        memory = self._memory_of(bucket)
         if memory.checksums is not None:  # views alone are left
             now = memory.all_checksums()
             return [slot for slot, known in enumerate(memory.checksums) if now[slot] != known]

@@ -29,6 +29,7 @@ from lightning_zero.device import recording
 from lightning_zero.engine.passes.between import Between
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.passes.masters import ShardReader
 from lightning_zero.engine.passes.phases import LEGAL, Hooks, OpenPass, Phase, Scope, Stepper
 from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights, weakly
 from lightning_zero.engine.passes.sharded_grads import ShardedGrads
@@ -59,10 +60,13 @@ class Passes:
         self.after_step = AfterStep(units, comm.streams, cores)
         self.reducer = Reducer(units.buckets, comm, config.reduce_bucket_bytes)
         self.order = GatherOrder(units, comm, self.reducer, self.after_step, config)
-        self.writes, self.buffers = Writes(module, units.buckets, comm, config), BufferSync(module, comm)
+        changes = self.after_step.changes
+        self.writes = Writes(module, units.buckets, comm, config, changes)
+        self.buffers, self.reader = BufferSync(module, comm), ShardReader(units.buckets, comm, changes)
         most = config.optimizer.skip_nonfinite
         self.sharded_grads = ShardedGrads(self.reducer, self.after_step, self.forget_failed, most_overflows=most)
-        self.between = Between(units, comm, self.writes, most_bytes=config.prefetch_bytes, settle=self._settle)
+        most_bytes = config.prefetch_bytes
+        self.between = Between(units, comm, self.writes, self.reader, most_bytes=most_bytes, settle=self._settle)
         self.fence = Fence(units.buckets, in_pass=self._in_pass, in_run=lambda: self.between.in_run)
         self.timeline = Timeline(config.timeline, comm, self.wait_for_all)
         self.saved = SavedWeights(units, weakly(self.weights_needed, False))
@@ -76,8 +80,6 @@ class Passes:
         self.aborted = False  # an exception has ended a pass, and no pass has begun since
         # In a step that computes in fewer bits than masters have: no module was called since an optimizer's step.
         self._stepped = False
-        # All ranks agree before a module call outside of a scope, else a lone rank's gathers would meet others' steps.
-        self.calls_meet = False
         self.look: Look | None = None  # gets each gradient inside :meth:`looking`
         self.steppers: Sequence[Stepper] = ()
         self.on_grad: Callable[[ParamInfo, Tensor], None] | None = None  # sees each gradient of this rank
@@ -102,7 +104,7 @@ class Passes:
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
         """Open a pass of kind ``key``, and gather the root. Collective. ``evaluation``: the pass has no backward.
         ``owner``: the unit whose call opens the pass, outside of a step; None: a step opens the pass."""
-        if self.between.shown:
+        if self.between.shown or self.between.alone:
             self.between.close()
         if self.between.rounded:
             self.between.pass_begins()
@@ -242,7 +244,7 @@ class Passes:
     @outside_autograd
     def leave(self) -> None:
         """End the open pass, if any; abort the pass if an exception has ended its backward. Collective."""
-        if self.between.shown:
+        if self.between.shown or self.between.alone:
             self.between.close()
         self.forget_failed()
         if self.in_backward:
@@ -254,7 +256,7 @@ class Passes:
     def wait_for_all(self) -> None:
         """Wait for optimizer steps and the gathers that follow steps, so that masters can be read and changed. After an
         exception, ranks first replace process groups if necessary. Collective."""
-        if self.between.shown:
+        if self.between.shown or self.between.alone:
             self.between.flush()
         self._settle()
 
@@ -274,6 +276,8 @@ class Passes:
     def masters_changed(self, changed: set[Bucket]) -> None:
         """After masters of the ``changed`` buckets have changed, gather these buckets' replicated parameters unit by
         unit. The next forward waits for the gathers. In an open pass wait for the root's gather now. Collective."""
+        if self.between.alone:
+            self.between.hide_alone()
         self.after_step.masters_changed(changed)
         if self.key is not None:
             self.after_step.sync_params(self.units[0])
@@ -322,12 +326,8 @@ class Passes:
         """Open a pass if none is open, and gather ``unit`` before its module's forward."""
         self.forget_failed()
         if self._open.key is None:
-            if self._scope is None and self.between.rounds and self.between.takes_calls(self.comm.device):
-                if unit not in self.between.shown:
-                    self.between.use(unit, "a call", self.hooks.running)
+            if self._scope is None and self.between.in_run and self.between.shows_for_call(unit, self.hooks.running):
                 return
-            if self._scope is None and self.calls_meet and any(unit.reshards for unit in self.units):
-                self.comm.gather_checked(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
         elif self._stepped:

@@ -26,6 +26,7 @@ from torch.autograd.graph import increment_version
 from lightning_zero.comm.agreements import digest_of, is_same
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.after_step import Changes
 from lightning_zero.engine.units.bucket import Bucket, Place, Shown
 from lightning_zero.engine.units.build import kinds_of
 from lightning_zero.engine.units.master_storage import opened
@@ -113,8 +114,10 @@ class Writes:
         weight.data.clamp_()    does not: the checksum differs from one taken when ``.data`` was read
         weight.data = value     calls :meth:`replace`"""
 
-    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig) -> None:
-        self._buckets, self._comm = buckets, comm
+    def __init__(
+        self, module: nn.Module, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig, changes: Changes
+    ) -> None:
+        self._buckets, self._comm, self.changes = buckets, comm, changes
         self._root, self._fp32_modules = type(module).__name__, config.precision.fp32_modules
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
@@ -215,7 +218,7 @@ class Writes:
     def _copy_to_masters(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
         # Read before the masters change, because compute parameters may be computed from them.
         before = bucket.own_compute_params()
-        with opened(bucket.storage, changed=True):
+        with self.changes.writing(), opened(bucket.storage, changed=True):
             for info in written:
                 assert info.gathered is not None
                 self._note(bucket, info, before, info.gathered)
@@ -290,7 +293,7 @@ class Writes:
         later = [values for values in held if own is not None and values.data_ptr() == own.data_ptr()]
         for values in held if shown is not None else ():
             give_own_memory(values)
-        with opened(bucket.storage, changed=True):
+        with self.changes.writing(), opened(bucket.storage, changed=True):
             bucket.write_master(info, value, before=before if value.dtype == compute.dtype else None)
             bucket.copy_master_to_params()
         if shown is not None:
@@ -344,6 +347,7 @@ class Writes:
 
         table = self._comm.all_gather_objects([checksums(*key) for key in keys], "values of what was written")
         self.unconfirmed.clear()  # before the error, or the next pass would raise the error again
+        self.changes.were_made()
         unequal = []
         for number, (at, slot) in enumerate(keys):
             topology = self._buckets[at].comm.ranks.topology

@@ -21,11 +21,12 @@ See [Note: one order of collectives]: param syncs are issued in the order of uni
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -41,6 +42,34 @@ from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.ranks.waits import goes_on_in_waits
 
 DROPPED_S = 0.2  # within which threads of gloo drop messages that have ended
+
+
+class Changes:
+    """Counts changes of masters; see [Note: uses by some ranks alone].
+
+    Attributes:
+        counts: steps that have begun, changes since then that all ranks made together, users' writes since then.
+        event: event after the last change.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams, self.counts, self.event = streams, (0, 0, 0), streams.mark()
+
+    def were_made(self) -> None:
+        """Called on all ranks after they have changed masters together, or have compared users' writes."""
+        self.event = self._streams.mark() if self._streams.are_there else None
+        self.counts = self.counts[0], self.counts[1] + 1, 0
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Context manager whose body changes this rank's masters, as the code of all ranks does."""
+        steps, others, writes = self.counts
+        self.counts = steps, others, writes + 1
+        try:
+            yield
+        finally:
+            self.event = self._streams.mark()
+            self.counts = steps, others, writes + 2
 
 
 class StepJob(NamedTuple):
@@ -166,6 +195,7 @@ class AfterStep:
         self._threads = threads_of_steps(cores, beside_device=streams.are_there)
         self._numbers = {bucket: number for number, bucket in enumerate(b for unit in units for b in unit.buckets)}
         self._worker: StepWorker | None = None
+        self.changes = Changes(streams)
         self.failed: Exception | None = None  # raised in every wait for steps and at the start of every pass
         self._pending_syncs: deque[tuple[Unit, list[Bucket]]] = deque()  # to be issued, in the order of units
         self._issuing = False
@@ -199,6 +229,7 @@ class AfterStep:
 
     def step_begins(self) -> None:
         """Before an optimizer step, find the buckets for which users' code keeps views of the memory."""
+        self.changes.counts = self.changes.counts[0] + 1, 0, 0
         still = {bucket for bucket in self._viewed if self._referring(bucket) > self._references[bucket]}
         self._viewed = still | self._refers_more(self._references.keys() - still)
 
@@ -223,6 +254,7 @@ class AfterStep:
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
         """Schedule param syncs of the `changed` buckets, whose masters are new or await a queued step. Collective."""
+        self.changes.were_made()
         viewed = []
         for unit in self._units:
             if not (buckets := [b for b in unit.buckets if b in changed]):

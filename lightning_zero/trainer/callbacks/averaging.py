@@ -37,6 +37,8 @@ def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
     """Hold all of this rank's masters in memory during the body. ``changed``: whether the body writes to masters."""
     engine.passes.wait_for_all()
     with contextlib.ExitStack() as stack:
+        if changed:
+            stack.enter_context(engine.passes.after_step.changes.writing())
         for bucket in engine.buckets:
             stack.enter_context(opened(bucket.storage, changed=changed))
         yield
