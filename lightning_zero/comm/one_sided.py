@@ -11,7 +11,8 @@ operation takes all ranks, so no master changes. The rank that is alone reads th
 Messages of a rank that has withdrawn are received by the other ranks at their next use, and ignored. Until then the
 rank makes further uses alone at once: until masters change, or if it has made the use alone before. A rank may withdraw
 although the others are only slow; they then find this out, and use parameters alone too. So :meth:`OneSided.all_make`
-decides how values are sent, and not which.
+decides how values are sent, and not which. Between a backward and its step no rank withdraws, because a rank may step
+without a message, and has no old values then.
 
 Each rank counts changes of masters (``Changes``): steps, other changes that all ranks make together, and users' writes
 since then. A rank asks for shards with the same counts as its own. Another rank copies its shard when it has these
@@ -77,25 +78,25 @@ class OneSided:
 
     # -- uses ---------------------------------------------------------------------------------------------------------
 
-    def all_make(self, use: str, counts: Counts) -> bool:
+    def all_make(self, use: str, counts: Counts, *, withdraws: bool) -> bool:
         """Return whether all ranks now make the use of parameters that the words ``use`` name. If so, all ranks return
         True. Otherwise this rank is alone, and may send no message for the use that other ranks would have to join.
-        ``counts``: of changes of masters."""
+        ``counts``: of changes of masters. With ``withdraws`` False, raises StallError if other ranks do not come."""
         if self._group is None:
             return True
         if self._uses_since != counts:
             self._uses, self._uses_since = Counter(), counts
         self._uses[use] += 1
         if any(not work.is_completed() for work, *_ in self._withdrawn):
-            at_once = use in self._known or counts == self._alone_since
-            if at_once or not self._comm.waits.comes(self._withdrawn[-1][0], use, PATIENCE_S):
+            at_once = withdraws and (use in self._known or counts == self._alone_since)
+            if at_once or not self._comes(self._withdrawn[-1][0], use, withdraws):
                 return self._is_alone(use)
         # With the number of the use: the same use at another point of the program is another one.
         own = torch.tensor([zlib.crc32(f"{use} {counts} {self._uses[use]}".encode())])
         while True:
             first, comes = self._send(own), False
             try:
-                comes = self._comm.waits.comes(first[0], use, KNOWN_S if use in self._known else PATIENCE_S)
+                comes = self._comes(first[0], use, withdraws)
             finally:
                 second = self._send(torch.tensor([int(comes)]))
                 self._withdrawn = [] if comes else [first, second]
@@ -107,6 +108,12 @@ class OneSided:
                 (self._known.discard if together else self._known.add)(use)
                 return together
             # Some rank has withdrawn from another use, maybe long ago. It may come to this use.
+
+    def _comes(self, message: Any, use: str, withdraws: bool) -> bool:
+        if not withdraws:
+            self._comm.waits.wait_work(message, use)
+            return True
+        return self._comm.waits.comes(message, use, KNOWN_S if use in self._known else PATIENCE_S)
 
     def _is_alone(self, use: str) -> bool:
         self._known.add(use)

@@ -217,9 +217,10 @@ class Waits:
         lines = "\n".join(f"  rank {r}: {place}, waits for {wait!r}" for r, (place, wait) in enumerate(waits))
         raise StallError(
             f"rank {self.rank} waits for {label!r}, and some rank waits for something else, so neither can continue:\n"
-            f"{lines}\nAll ranks must call this, or none: gather(), the module, saves, state_dicts, norms and reads of "
-            "gradients take all ranks. Look for a call that only some ranks make (under `if rank == 0`, in a callback "
-            "that works on rank 0). If ranks take different paths through the model, set zero.dynamic_graph=true."
+            f"{lines}\nAll ranks must call this, or none: gather(), saves, norms, writes to parameters and reads of "
+            "gradients take all ranks, and so do uses of parameters between a backward and its step. Look for a call "
+            "that only some ranks make (under `if rank == 0`, in a callback that works on rank 0). If ranks take "
+            "different paths through the model, set zero.dynamic_graph=true."
         )
 
     def _stall_message(self, label: str, waited: float) -> str:

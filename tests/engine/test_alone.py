@@ -39,6 +39,7 @@ SAID = {  # of rank 0
     "gather": "between passes, waits for 'gather(), which all ranks must enter'",
     "norm": "a read of .grad.norm(), which takes all ranks, waits for 'the norms of gradients, of type 2'",
     "write": "the end of writes to head.weight between steps, waits for 'writes to parameters between steps, which all",
+    "use": "'mul' of head.weight between steps, waits for \"'mul' of head.weight in unit",
     "read": "a read of .grad, which takes all ranks, waits for 'a read of the gradient of head.weight, which all ranks",
 }
 
@@ -60,10 +61,13 @@ def alone(what: str, stage: int, later: float = 0.0) -> str:
         language_work(side, 0)
         side.step()
         side.engine.passes.between.begin_run()
+        if what == "use":  # between a backward and its step
+            language_work(side, 1)
         calls: dict[str, Callable[[], Any]] = {
             "gather": lambda: lightning_zero.gather(side.module).__enter__(),
             "norm": lambda: side.module.head.weight.grad.norm(),
             "write": lambda: (side.module.head.weight.data.mul_(2), side.step()),
+            "use": lambda: side.module.head.weight * 2,
             "read": lambda: side.module.head.weight.grad.abs(),
         }
         with pytest.raises(StallError, match=r"All ranks must call this, or none") as caught:
@@ -110,15 +114,15 @@ def test_a_save_by_one_rank_alone_is_named_on_all(stage: str, tmp_path: Path) ->
         assert "rank 1: " in said
 
 
-def read_before_a_step(stage: int) -> str:
-    """Rank 0 reads when rank 1 has stepped already."""
+def read_before_the_other_steps_again(stage: int) -> str:
     with asked_soon():
         side = Sharded(Model(), stage=stage)
         KEPT.append(side)
         side.engine.passes.between.begin_run()
         language_work(side, 0)
+        side.step()
         if dist.get_rank():
-            side.step()
+            side.step()  # with the same gradients, and without a message
             return ""
         with pytest.raises(RuntimeError) as caught:
             _ = side.module.head.weight * 2
@@ -126,7 +130,7 @@ def read_before_a_step(stage: int) -> str:
 
 
 def test_values_of_two_steps_are_not_mixed() -> None:
-    said, _ = in_a_pool(read_before_a_step, 3)
+    said, _ = in_a_pool(read_before_the_other_steps_again, 3)
     assert (
         "rank 1: code that only some ranks run reads parameters (embed.weight, ...), but this rank has changed" in said
     )

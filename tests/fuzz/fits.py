@@ -23,10 +23,12 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
 from torch import nn
 
+from lightning_zero.comm import one_sided
 from tests import harness
 from tests.trainer import test_between_steps as uses
 from tests.trainer.test_uneven import loader
@@ -34,7 +36,7 @@ from tests.trainer.toys import record, seeded, strategy_of, trainer
 
 LIMIT_S = 120.0
 ROWS = ("zero3", "zero3_offload", "zero3 nvme", "zero3 optimizer_cpu", "zero2", "zero2_offload", "zero1", "zero0")
-KEEPING = (uses.keeps, uses.keeps_states, uses.swaps_data)
+KEEPING = (uses.keeps, uses.keeps_states, uses.swaps_data, uses.everything_but_writes_alone)
 ACTS = {act.__name__: act for act in (*uses.ACTS, uses.uses_units_together, *KEEPING)}
 KEEP = [act.__name__ for act in KEEPING]
 OF_A_BATCH = "on_validation_batch_end"
@@ -63,6 +65,7 @@ class Program(NamedTuple):
     join: bool
     hides: bool  # each unit as soon as another is used
     changes: str | None  # of gradients
+    patience_s: float  # of ranks for others that do not come to a use
     settings: dict[str, Any]  # of the Trainer
 
 
@@ -92,6 +95,7 @@ def draw(numbers: random.Random) -> Program:
         join=join,
         hides=numbers.random() < 0.5,
         changes=numbers.choice([None, *CHANGES]),
+        patience_s=numbers.choice([0.02, 0.5]),
         settings={
             "accumulate_grad_batches": numbers.choice([1, 1, 2, 3]),
             "limit_train_batches": numbers.choice(limits),
@@ -139,7 +143,8 @@ def run(program: Program) -> str:
             )
             train = loader(program.batches, most if strategy is twin else None, listed=program.listed[0])
             try:
-                of.fit(module, train, loader(program.checked, listed=program.listed[1]))
+                with mock.patch.multiple(one_sided, PATIENCE_S=program.patience_s, KNOWN_S=0.02, LISTEN_S=0.02):
+                    of.fit(module, train, loader(program.checked, listed=program.listed[1]))
                 found.append(record(of, module))
             except Exception:
                 found.append(traceback.format_exc())

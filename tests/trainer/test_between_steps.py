@@ -264,7 +264,12 @@ def test_hooks_see_masters_where_a_pass_computes_in_fewer_bits(row: str, act: An
 
 
 def everything_but_writes_alone(m: Any) -> Any:
-    return [act(m) for act in (reads, calls, copies, saves, takes_gradients)] if dist.get_rank() == 0 else None
+    """On rank 0, with views that it keeps."""
+    if dist.get_rank():
+        return None
+    if m.kept is None:
+        m.kept = [p.detach() for p in m.blocks.parameters()], m.head.state_dict()
+    return [act(m) for act in (reads, calls, copies, saves, takes_gradients)], numbers(m.kept)
 
 
 @torch.no_grad()
@@ -290,7 +295,7 @@ def after_the_others(m: Any) -> Any:
     """A rank that is slow, and another one in each use, while the other does not wait for it."""
     if len(m.noted) % 2 == dist.get_rank():
         time.sleep(0.3)
-    return reads(m), writes(m), calls(m)
+    return reads(m), writes(m), calls(m), keeps(m)
 
 
 @on_ranks(2)

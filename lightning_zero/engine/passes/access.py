@@ -96,7 +96,8 @@ class Access:
     @outside_autograd
     def _replace(self, place: Place, value: Tensor) -> None:
         unit = self._unit_of[place.bucket]
-        kept = place.bucket in self._between.memory  # views of values, which users hold
+        # Users hold views of values; or other ranks, which this rank does not wait for, may still read its masters.
+        kept = place.bucket in self._between.memory or self._between.alone or self._between.kept
         if kept and place.bucket.shown is not Shown.MASTERS and self._passes.shows_masters(saves=False):
             self._between.use(unit, f"an assignment to {place.info.fqn}.data", beside=[unit])
         if place.bucket.shown is Shown.MASTERS:

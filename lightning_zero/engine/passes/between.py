@@ -52,6 +52,7 @@ class Between:
         shown: The units that all ranks use, in the order of their first use.
         memory: The whole masters of buckets in these units, and of buckets of which users on any rank hold views.
         alone: The whole masters of each unit that this rank uses alone, in the order of first use.
+        kept: Those of units that this rank has used alone before, if users hold views.
         rounds: Whether a run is open whose passes compute in another dtype than that of some masters.
         rounded: In a run, the buckets whose parameters stay gathered in a dtype with fewer bits than their masters.
     """
@@ -73,7 +74,8 @@ class Between:
         self.alone: dict[Unit, dict[Bucket, Memory]] = {}
         self._in_trainer = False
         self._calls_alone = False  # only some ranks make the outermost call that is under way
-        self._warned = False  # of a view that does not follow its parameter
+        self.kept: dict[Unit, dict[Bucket, Memory]] = {}
+        self._kept_at = reader.counts  # changes of masters when ``kept`` had their values
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.rounded: list[Bucket] = []
         self.in_run = self.rounds = False
@@ -95,6 +97,16 @@ class Between:
         self.in_run = False
         self._reader.close()
         self.plans_changed()
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether this rank has used parameters between steps, so that :meth:`close` has something to do."""
+        return bool(self.shown or self.alone or self.kept)
+
+    @property
+    def has_views(self) -> bool:
+        """Return whether users may hold views of parameters, so that :meth:`refresh` has something to do."""
+        return bool(self.memory or self.kept)
 
     @property
     def runs_here(self) -> bool:
@@ -149,7 +161,7 @@ class Between:
                 "threads. Copy what the thread needs in a hook (weight.detach().clone())."
             )
         with self._comm.set_place(f"{what} between steps"):
-            if alone or not self._reader.all_make(f"{what} in unit {unit.title}"):
+            if alone or unit in self.kept or not self._reader.all_make(f"{what} in unit {unit.title}"):
                 self._use_alone(unit, beside)
                 return
             self._make_room(unit, beside)
@@ -165,9 +177,20 @@ class Between:
             if left > self._most_bytes:
                 left -= _nbytes(known)
                 self.hide_alone(known)
-        needed = [bucket for bucket in unit.buckets if bucket.shown is not Shown.PLAIN and _needs_masters(bucket)]
-        self.alone[unit] = {b: Memory(b, self._reader.read(b).to(b.dtypes.master)) for b in needed}
-        for bucket, memory in self.alone[unit].items():
+        found = {}
+        for bucket in unit.buckets:
+            if bucket.shown is Shown.PLAIN or not _needs_masters(bucket):
+                continue
+            memory = self.memory.get(bucket) or self.kept.get(unit, {}).get(bucket)
+            if memory is None:
+                memory = Memory(bucket, self._reader.read(bucket).to(bucket.dtypes.master))
+            else:
+                memory.assigned |= {*self._written_views(memory)}
+                memory.shown_again()
+            found[bucket] = memory
+        self.kept.pop(unit, None)
+        self.alone[unit] = found
+        for bucket, memory in found.items():
             bucket.show_whole(Shown.MASTERS, memory.values())
 
     def _written_alone(self, unit: Unit) -> dict[Bucket, list[int]]:
@@ -181,13 +204,10 @@ class Between:
         for unit in units or [*self.alone]:
             for bucket, memory in self.alone.pop(unit).items():
                 bucket.hide_whole()
-                if memory.is_held and not self._warned:
-                    self._warned = True
-                    warnings.warn(
-                        f"{bucket.params[0].fqn}: a view of a parameter of unit {unit.title} is kept by code that only "
-                        "some ranks run, and does not follow later steps. Make the view on all ranks, or clone it.",
-                        stacklevel=2,
-                    )
+                if bucket in self.memory or memory.is_held:
+                    memory.checksums = memory.all_checksums()
+                if bucket not in self.memory and memory.is_held:
+                    self.kept.setdefault(unit, {})[bucket] = memory
 
     def _memory_of(self, bucket: Bucket) -> Memory:
         return self.alone.get(self._unit_of[bucket], self.memory).get(bucket) or self.memory[bucket]
@@ -265,17 +285,21 @@ class Between:
             if (memory := self.memory.get(bucket)) is None:
                 memory = self.memory[bucket] = Memory(bucket, full)
             else:
-                if memory.checksums not in (None, memory.all_checksums()):
-                    raise RuntimeError(
-                        f"unit {unit.title}: a view of a parameter that was read between steps ({bucket.params[0].fqn} "
-                        "or another one of the unit) was written to in a step, and the write would be lost. Write to "
-                        "the parameter itself, or write to the view between steps."
-                    )
-                torch._foreach_copy_(memory.values(), [bucket.part_of(full, info) for info in bucket.params])
-                memory.checksums = None
-                for slot in memory.handed_out:
-                    memory.handed_out[slot] = memory.checksum(bucket.params[slot])
+                self._fill(memory, full)
+                memory.shown_again()
             bucket.show_whole(Shown.MASTERS, memory.values())
+
+    def _fill(self, memory: Memory, full: Tensor) -> None:
+        """Copy the masters ``full`` to ``memory``, of which users hold views. Raises RuntimeError if users have written
+        to views in a step."""
+        bucket = memory.bucket
+        if memory.checksums not in (None, memory.all_checksums()):
+            raise RuntimeError(
+                f"unit {self._unit_of[bucket].title}: a view of a parameter that was read between steps "
+                f"({bucket.params[0].fqn} or another one of the unit) was written to in a step, and the write would be "
+                "lost. Write to the parameter itself, or write to the view between steps."
+            )
+        torch._foreach_copy_(memory.values(), [bucket.part_of(full, info) for info in bucket.params])
 
     def _make_room(self, unit: Unit, beside: Collection[Unit]) -> None:
         """Undo :meth:`use` for the units used first, until ``unit`` and the remaining units take at most
@@ -318,7 +342,7 @@ class Between:
     def close(self) -> None:
         """Update the masters with users' writes, and undo :meth:`use` for all units. Collective, unless this rank uses
         units alone and has written to none of their parameters."""
-        if self.alone:
+        if self.alone or self.kept:
             self._close_alone()
         if self.shown:
             self._hide(list(self.shown), "the end of uses of parameters between steps")
@@ -329,6 +353,12 @@ class Between:
         the masters: collective, because all ranks have to write the same values."""
         written = [item for unit in self.alone for item in self._written_alone(unit).items()]
         memory = {bucket: self._memory_of(bucket) for bucket, _ in written}
+        for unit in self._still_kept():
+            for bucket, kept in self.kept[unit].items():
+                if slots := self._written_views(kept):
+                    written.append((bucket, slots))
+                    memory[bucket] = kept
+                    kept.checksums = kept.all_checksums()
         self.hide_alone()
         if not written:
             return
@@ -346,6 +376,13 @@ class Between:
         for bucket, slots in written:
             self._write(bucket, slots, memory[bucket])
         self._writes.changes.were_made()
+        self._kept_at = self._reader.counts
+
+    def _still_kept(self) -> list[Unit]:
+        """Drop memory of :attr:`kept` that users do not hold any more. Return the units that have some."""
+        held = {u: {b: memory for b, memory in kept.items() if memory.is_held} for u, kept in self.kept.items()}
+        self.kept = {unit: kept for unit, kept in held.items() if kept}
+        return list(self.kept)
 
     def _write(self, bucket: Bucket, slots: Sequence[int], memory: Memory) -> None:
         """Update the masters of ``bucket`` after users' writes to the parameters at ``slots``."""
@@ -357,11 +394,18 @@ class Between:
     @outside_autograd
     def refresh(self) -> None:
         """After a change of masters, copy the new values into parameters that show masters, and into views of
-        parameters that users hold on any rank. Collective."""
-        self._settle()
-        self.shown = []
-        for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self.memory):
-            self._show(unit)
+        parameters that users hold on any rank. Collective if :attr:`memory` has any."""
+        if self.memory:
+            self._settle()
+            self.shown = []
+            for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self.memory):
+                self._show(unit)
+        if self._kept_at != self._reader.counts:
+            for unit in self._still_kept():
+                for bucket, memory in self.kept[unit].items():
+                    self._fill(memory, self._reader.read(bucket).to(bucket.dtypes.master))
+                    memory.checksums = memory.all_checksums()
+            self._kept_at = self._reader.counts
 
     def abort(self) -> None:
         """After an exception, undo :meth:`use` for all units. Store values that users have written, to be compared
@@ -385,6 +429,7 @@ class Between:
         self.shown.clear()
         self.memory.clear()
         self.alone.clear()
+        self.kept.clear()
 
     def _all_memory(self) -> list[tuple[Bucket, Memory]]:
         alone = [item for memory in self.alone.values() for item in memory.items()]
@@ -435,8 +480,7 @@ class Between:
         """Return the slots of parameters that users may have written to on this rank since the last call."""
         memory = self._memory_of(bucket)
         if memory.checksums is not None:  # views alone are left
-            now = memory.all_checksums()
-            return [slot for slot, known in enumerate(memory.checksums) if now[slot] != known]
+            return self._written_views(memory)
         found, memory.assigned = memory.assigned, set()
         for info in bucket.params:
             if info.param._version != info.version:
@@ -447,6 +491,12 @@ class Between:
                 if memory.handed_out[info.slot] != before:
                     found.add(info.slot)
         return sorted(found)
+
+    @staticmethod
+    def _written_views(memory: Memory) -> list[int]:
+        """Return the slots of parameters of whose views users have written to any, while parameters were hidden."""
+        now = memory.all_checksums()
+        return [slot for slot, known in enumerate(memory.checksums or now) if now[slot] != known]
 
 
 def _needs_masters(bucket: Bucket) -> bool:

@@ -59,6 +59,12 @@ class Memory:
     def all_checksums(self) -> list[int]:
         return [self.checksum(info) for info in self.bucket.params]
 
+    def shown_again(self) -> None:
+        """Record that parameters refer to this memory again, of which users held views alone."""
+        self.checksums = None
+        for slot in self.handed_out:
+            self.handed_out[slot] = self.checksum(self.bucket.params[slot])
+
     def assign(self, info: ParamInfo, value: Tensor) -> None:
         """Copy ``value`` into the memory of a parameter for ``param.data = value``. If users hold views of the bucket's
         memory, the parameter gets other memory, so that these views keep their values. If ``value`` is itself such a
@@ -82,9 +88,13 @@ class ShardReader:
         self._stream = comm.streams.accelerator.new_stream()
         self.listen, self.close = self._messages.listen, self._messages.close
 
+    @property
+    def counts(self) -> Counts:
+        return self._changes.counts
+
     def all_make(self, use: str) -> bool:
         """Call :meth:`OneSided.all_make` for ``use``."""
-        return self._messages.all_make(use, self._changes.counts)
+        return self._messages.all_make(use, self._changes.counts, withdraws=not self._changes.step_follows)
 
     def read(self, bucket: Bucket) -> Tensor:
         """Return the masters [layout.numel] of ``bucket`` on the device, from all ranks' shards. Not collective. Raises

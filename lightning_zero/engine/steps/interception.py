@@ -152,7 +152,7 @@ class AroundStep:
                 f"optimizer.{what}() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."
             )
-        if self.passes.between.shown or self.passes.between.alone:
+        if self.passes.between.is_used:
             self.passes.between.close()
         self.passes.forget_failed()
         self.after_step.wait_for_all()

@@ -50,7 +50,10 @@ class Changes:
     Attributes:
         counts: steps that have begun, changes since then that all ranks made together, users' writes since then.
         event: event after the last change.
+        step_follows: whether the gradients of a backward are reduced, and no step has begun since.
     """
+
+    step_follows = False
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self.counts, self.event = streams, (0, 0, 0), streams.mark()
@@ -229,7 +232,7 @@ class AfterStep:
 
     def step_begins(self) -> None:
         """Before an optimizer step, find the buckets for which users' code keeps views of the memory."""
-        self.changes.counts = self.changes.counts[0] + 1, 0, 0
+        self.changes.counts, self.changes.step_follows = (self.changes.counts[0] + 1, 0, 0), False
         still = {bucket for bucket in self._viewed if self._referring(bucket) > self._references[bucket]}
         self._viewed = still | self._refers_more(self._references.keys() - still)
 
