@@ -161,7 +161,7 @@ class Between:
                 "threads. Copy what the thread needs in a hook (weight.detach().clone())."
             )
         with self._comm.set_place(f"{what} between steps"):
-            if alone or unit in self.kept or not self._reader.all_make(f"{what} in unit {unit.title}"):
+            if alone or not self._reader.all_make(f"{what} in unit {unit.title}"):
                 self._use_alone(unit, beside)
                 return
             self._make_room(unit, beside)
@@ -181,17 +181,23 @@ class Between:
         for bucket in unit.buckets:
             if bucket.shown is Shown.PLAIN or not _needs_masters(bucket):
                 continue
-            memory = self.memory.get(bucket) or self.kept.get(unit, {}).get(bucket)
-            if memory is None:
-                memory = Memory(bucket, self._reader.read(bucket).to(bucket.dtypes.master))
-            else:
-                memory.assigned |= {*self._written_views(memory)}
+            if (memory := self.memory.get(bucket)) is not None:
                 memory.shown_again()
-            found[bucket] = memory
-        self.kept.pop(unit, None)
+            found[bucket] = memory or self._kept_of(bucket) or self._read(bucket)
         self.alone[unit] = found
         for bucket, memory in found.items():
             bucket.show_whole(Shown.MASTERS, memory.values())
+
+    def _read(self, bucket: Bucket) -> Memory:
+        return Memory(bucket, self._reader.read(bucket).to(bucket.dtypes.master))
+
+    def _kept_of(self, bucket: Bucket) -> Memory | None:
+        """Return the memory of ``bucket`` that is in :attr:`kept`, to which parameters are about to refer again, and
+        remove the memory there."""
+        memory = self.kept.get(self._unit_of[bucket], {}).pop(bucket, None)
+        if memory is not None:
+            memory.shown_again()
+        return memory
 
     def _written_alone(self, unit: Unit) -> dict[Bucket, list[int]]:
         """Return the slots of parameters that users have written to while this rank used ``unit`` alone."""
@@ -283,7 +289,7 @@ class Between:
                 continue
             full = bucket.full_master().to(bucket.dtypes.master)  # frozen parameters rest in the compute dtype
             if (memory := self.memory.get(bucket)) is None:
-                memory = self.memory[bucket] = Memory(bucket, full)
+                memory = self.memory[bucket] = self._kept_of(bucket) or Memory(bucket, full)
             else:
                 self._fill(memory, full)
                 memory.shown_again()
@@ -293,13 +299,14 @@ class Between:
         """Copy the masters ``full`` to ``memory``, of which users hold views. Raises RuntimeError if users have written
         to views in a step."""
         bucket = memory.bucket
-        if memory.checksums not in (None, memory.all_checksums()):
+        if memory.written_views():
             raise RuntimeError(
                 f"unit {self._unit_of[bucket].title}: a view of a parameter that was read between steps "
                 f"({bucket.params[0].fqn} or another one of the unit) was written to in a step, and the write would be "
                 "lost. Write to the parameter itself, or write to the view between steps."
             )
         torch._foreach_copy_(memory.values(), [bucket.part_of(full, info) for info in bucket.params])
+        memory.checksums = None
 
     def _make_room(self, unit: Unit, beside: Collection[Unit]) -> None:
         """Undo :meth:`use` for the units used first, until ``unit`` and the remaining units take at most
@@ -353,9 +360,11 @@ class Between:
         the masters: collective, because all ranks have to write the same values."""
         written = [item for unit in self.alone for item in self._written_alone(unit).items()]
         memory = {bucket: self._memory_of(bucket) for bucket, _ in written}
+        for one in memory.values():
+            one.assigned = set()
         for unit in self._still_kept():
             for bucket, kept in self.kept[unit].items():
-                if slots := self._written_views(kept):
+                if slots := kept.written_views():
                     written.append((bucket, slots))
                     memory[bucket] = kept
                     kept.checksums = kept.all_checksums()
@@ -403,7 +412,7 @@ class Between:
         if self._kept_at != self._reader.counts:
             for unit in self._still_kept():
                 for bucket, memory in self.kept[unit].items():
-                    self._fill(memory, self._reader.read(bucket).to(bucket.dtypes.master))
+                    self._fill(memory, self._read(bucket).full)
                     memory.checksums = memory.all_checksums()
             self._kept_at = self._reader.counts
 
@@ -480,7 +489,7 @@ class Between:
         """Return the slots of parameters that users may have written to on this rank since the last call."""
         memory = self._memory_of(bucket)
         if memory.checksums is not None:  # views alone are left
-            return self._written_views(memory)
+            return memory.written_views()
         found, memory.assigned = memory.assigned, set()
         for info in bucket.params:
             if info.param._version != info.version:
@@ -491,12 +500,6 @@ class Between:
                 if memory.handed_out[info.slot] != before:
                     found.add(info.slot)
         return sorted(found)
-
-    @staticmethod
-    def _written_views(memory: Memory) -> list[int]:
-        """Return the slots of parameters of whose views users have written to any, while parameters were hidden."""
-        now = memory.all_checksums()
-        return [slot for slot, known in enumerate(memory.checksums or now) if now[slot] != known]
 
 
 def _needs_masters(bucket: Bucket) -> bool:

@@ -59,8 +59,15 @@ class Memory:
     def all_checksums(self) -> list[int]:
         return [self.checksum(info) for info in self.bucket.params]
 
+    def written_views(self) -> list[int]:
+        """Return the slots of parameters whose views users have written to while parameters did not refer to them."""
+        if self.checksums is None:
+            return []
+        return [slot for slot, now in enumerate(self.all_checksums()) if now != self.checksums[slot]]
+
     def shown_again(self) -> None:
-        """Record that parameters refer to this memory again, of which users held views alone."""
+        """Record that parameters refer to this memory again."""
+        self.assigned |= {*self.written_views()}
         self.checksums = None
         for slot in self.handed_out:
             self.handed_out[slot] = self.checksum(self.bucket.params[slot])
