@@ -34,18 +34,18 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 44_150,
-    "lines of the engine": 11_630,
+    "lines of the package": 44_250,
+    "lines of the engine": 11_720,
     "files of the engine": 43,
     "lines of the longest file": 600,
-    "lines of tests": 44_500,
+    "lines of tests": 44_520,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 42,
     "private names of Lightning": 11,
     "keys of zero": 41,
     "public members of the strategy": 12,
     "public members of Engine": 20,
-    "words of README and docs": 25_950,
+    "words of README and docs": 26_000,
     "calls of a step": 1_630,
     "files of a step": 29,
     "changes of file in a step": 830,

@@ -14,9 +14,9 @@ although the others are only slow; they then find this out, and use parameters a
 decides how values are sent, and not which. Between a backward and its step no rank withdraws, because a rank may step
 without a message, and has no old values then.
 
-Each rank counts changes of masters (``Changes``): steps, other changes that all ranks make together, and users' writes
-since then. A rank asks for shards with the same counts as its own. Another rank copies its shard when it has these
-counts, and then looks at them again: if they have changed, the copy may be torn.
+Each rank counts changes of masters (``Changes``): steps, other operations of all ranks together, and users' writes.
+A rank asks for shards with the same counts as its own. Another rank copies its shard when it has these counts, and
+then looks at them again: if they have changed, the copy may be torn.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class OneSided:
             at_once = withdraws and (use in self._known or counts == self._alone_since)
             if at_once or not self._comes(self._withdrawn[-1][0], use, withdraws):
                 return self._is_alone(use)
-        # With the number of the use: the same use at another point of the program is another one.
+        # With the number of the use: at another point of the program the same words name another use.
         own = torch.tensor([zlib.crc32(f"{use} {counts} {self._uses[use]}".encode())])
         while True:
             first, comes = self._send(own), False
@@ -147,7 +147,8 @@ class OneSided:
         return data
 
     def listen(self) -> None:
-        """Start the thread that answers other ranks' requests."""
+        """Start the thread that answers other ranks' requests, until the communicator is closed or this object is gone.
+        After a run, too, slower ranks may ask."""
         if self._group is None or (self._thread is not None and self._thread.is_alive()):
             return
         self._stop.clear()
@@ -156,11 +157,6 @@ class OneSided:
         self._thread = threading.Thread(target=_answer_requests, args=arguments, name=name, daemon=True)
         self._thread.start()
         self._comm.waits.call_at_end(partial(_end, self._stop, self._thread))
-
-    def close(self) -> None:
-        """Stop the thread of :meth:`listen`."""
-        if self._thread is not None:
-            _end(self._stop, self._thread)
 
     def answer_next(self) -> bool:
         """Answer the next request, if there is any. Return whether there was."""

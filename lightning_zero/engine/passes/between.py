@@ -95,18 +95,7 @@ class Between:
         self.forget()
         self.pass_begins()
         self.in_run = False
-        self._reader.close()
         self.plans_changed()
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether this rank has used parameters between steps, so that :meth:`close` has something to do."""
-        return bool(self.shown or self.alone or self.kept)
-
-    @property
-    def has_views(self) -> bool:
-        """Return whether users may hold views of parameters, so that :meth:`refresh` has something to do."""
-        return bool(self.memory or self.kept)
 
     @property
     def runs_here(self) -> bool:
@@ -161,9 +150,12 @@ class Between:
                 "threads. Copy what the thread needs in a hook (weight.detach().clone())."
             )
         with self._comm.set_place(f"{what} between steps"):
+            alone = alone or not self.alone.keys().isdisjoint(beside)  # else the operation would need both kinds
             if alone or not self._reader.all_make(f"{what} in unit {unit.title}"):
                 self._use_alone(unit, beside)
                 return
+            if self.alone:
+                self._close_alone()
             self._make_room(unit, beside)
             if not self.shown:
                 self._take_written()
@@ -342,9 +334,9 @@ class Between:
     def flush(self) -> None:
         """Update the masters with users' writes to parameters. Raise RuntimeError on all ranks if ranks have written
         different values. Collective."""
+        self._close_alone()
         if self.shown:
             self._take_over(list(self.memory), [], "writes to parameters between steps")
-        self._close_alone()
 
     def close(self) -> None:
         """Update the masters with users' writes, and undo :meth:`use` for all units. Collective, unless this rank uses

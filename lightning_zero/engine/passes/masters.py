@@ -93,7 +93,7 @@ class ShardReader:
         self._buckets, self._comm, self._changes = buckets, comm, changes
         self._messages = OneSided(comm, self._copy_of_shard)
         self._stream = comm.streams.accelerator.new_stream()
-        self.listen, self.close = self._messages.listen, self._messages.close
+        self.listen = self._messages.listen
 
     @property
     def counts(self) -> Counts:

@@ -104,7 +104,7 @@ class Passes:
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
         """Open a pass of kind ``key``, and gather the root. Collective. ``evaluation``: the pass has no backward.
         ``owner``: the unit whose call opens the pass, outside of a step; None: a step opens the pass."""
-        if self.between.is_used:
+        if self.between.shown or self.between.alone or self.between.kept:
             self.between.close()
         if self.between.rounded:
             self.between.pass_begins()
@@ -210,7 +210,7 @@ class Passes:
             if evaluation or (self.between.in_run and (self.key is None or self._open.unused)):
                 self.end()
                 self.between.close()
-                if self.between.has_views:
+                if self.between.memory or self.between.kept:
                     self.between.refresh()
         except BaseException:
             self._scope = None
@@ -244,7 +244,7 @@ class Passes:
     @outside_autograd
     def leave(self) -> None:
         """End the open pass, if any; abort the pass if an exception has ended its backward. Collective."""
-        if self.between.is_used:
+        if self.between.shown or self.between.alone or self.between.kept:
             self.between.close()
         self.forget_failed()
         if self.in_backward:
@@ -256,7 +256,7 @@ class Passes:
     def wait_for_all(self) -> None:
         """Wait for optimizer steps and the gathers that follow steps, so that masters can be read and changed. After an
         exception, ranks first replace process groups if necessary. Collective."""
-        if self.between.is_used:
+        if self.between.shown or self.between.alone or self.between.kept:
             self.between.flush()
         self._settle()
 
@@ -286,7 +286,7 @@ class Passes:
 
     def refresh(self) -> None:
         """Copy new masters into the views of parameters, if any, that users' code keeps between steps. Collective."""
-        if self.between.has_views and not self.in_backward:
+        if (self.between.memory or self.between.kept) and not self.in_backward:
             if self.key is not None and self.between.memory:
                 self.order.meet("new values of parameters of which views are kept")
             self.between.refresh()
@@ -577,7 +577,7 @@ class Passes:
         self.buffers.are_there |= bool(buffers)
         self.sharded_grads.place_used()
         self.sharded_grads.backwards += self.look is None
-        self.after_step.changes.step_follows = self.look is None and not self.reducer.unreduced
+        self.after_step.changes.backward_ended(step_follows=self.look is None and not self.reducer.unreduced)
         try:
             if written:
                 for unit in self.units:
@@ -588,7 +588,7 @@ class Passes:
         if not is_same(settings):  # after ``_close``: it raises on all ranks, and no pass may be open then
             found = self.comm.all_gather_objects([s.settings() for s in self.steppers], "settings of param groups")
             refuse_unequal(found)
-        if self._scope is None and self.between.has_views:
+        if self._scope is None and (self.between.memory or self.between.kept):
             self.between.refresh()
         if self._scope is not None:
             self.begin(self._scope.key, evaluation=self._scope.evaluation)

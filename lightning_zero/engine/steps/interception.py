@@ -152,8 +152,9 @@ class AroundStep:
                 f"optimizer.{what}() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."
             )
-        if self.passes.between.is_used:
-            self.passes.between.close()
+        between = self.passes.between
+        if between.shown or between.alone or between.kept:
+            between.close()
         self.passes.forget_failed()
         self.after_step.wait_for_all()
         self.passes.sharded_grads.forget_cleared(takes=True)
