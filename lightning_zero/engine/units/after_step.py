@@ -89,8 +89,8 @@ class StepJob(NamedTuple):
 
 
 def threads_of_steps(cores: int, *, beside_device: bool) -> int:
-    """Return the number of threads for a rank's offloaded steps. With more than 2 cores, one core is left for
-    transfers. When training on a GPU (`beside_device`) with more than 6 cores, three cores are left, for the main
+    """Return how many threads run a rank's offloaded steps, of its `cores`. With more than 2 cores, one core is left
+    for transfers. When training on a GPU (`beside_device`) with more than 6 cores, three cores are left, for the main
     thread and the threads of autograd and NCCL."""
     return cores - (3 if beside_device and cores > 6 else 1 if cores > 2 else 0)
 
@@ -167,7 +167,7 @@ class StepWorker:
             raise
 
     def _fail(self, error: BaseException, *taken: StepJob | None) -> None:
-        """Let queued jobs, the jobs in `taken` (removed from the queue before) and all later jobs fail with `error`."""
+        """Fail the queued jobs, the jobs in `taken` (no longer in the queue) and all later jobs with `error`."""
         with self._lock:
             self._error = error if self._error is None else self._error
             left, self._waiting = self._waiting, []
@@ -178,8 +178,8 @@ class StepWorker:
                 job.future.set_exception(error)
 
     def wait(self) -> None:
-        """Wait for all jobs. If a step has failed, raise its error, now and in all later calls, because some masters
-        are stepped and others are not."""
+        """Wait for all jobs. If a step has failed, raise its error in this and all later calls, because some masters
+        have been stepped and others have not."""
         if self._last is not None:
             with recording.waiting("step", "offloaded steps", on_host=True):
                 self._last.result()
@@ -235,14 +235,14 @@ class AfterStep:
         return more
 
     def step_begins(self) -> None:
-        """Before an optimizer step, find the buckets for which users' code keeps views of the memory."""
+        """Before an optimizer step, find the buckets whose memory users' code still has views of."""
         self.changes.counts, self.changes.step_follows = (self.changes.counts[0] + 1, 0, 0), False
         still = {bucket for bucket in self._viewed if self._referring(bucket) > self._references[bucket]}
         self._viewed = still | self._refers_more(self._references.keys() - still)
 
     def step_ends(self) -> None:
-        """After an optimizer step, count references again, because the step may have added some. Skip buckets of which
-        users keep views."""
+        """After an optimizer step, count references again, because the step may have added some. Skip buckets whose
+        memory users' code has views of."""
         others = self._references.keys() - self._viewed
         self._refers_more(others)
         for bucket in others:
@@ -260,7 +260,8 @@ class AfterStep:
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """Schedule param syncs of the `changed` buckets, whose masters are new or await a queued step. Collective."""
+        """Schedule param syncs (gathers after a step) of the `changed` buckets, whose masters have changed or will when
+        their queued step runs. Issue those whose steps have ended. Collective."""
         self.changes.were_made()
         viewed = []
         for unit in self._units:
@@ -312,8 +313,9 @@ class AfterStep:
 
     @outside_autograd
     def go_on(self) -> bool:
-        """Issue the pending param syncs whose steps have ended. Called while this rank waits for other ranks. Return
-        whether syncs are left for a later call; False if a step has failed or this rank is issuing syncs."""
+        """Issue the pending param syncs whose steps have ended. Called repeatedly while this rank waits for other
+        ranks. Return whether syncs are left for a later call; False if a step has failed or if this is called while
+        this rank is issuing syncs."""
         if self.failed is not None or self._issuing:
             return False
         # Do not raise a failed step's error here: each raise adds to its traceback, which then holds whoever waits.
@@ -326,7 +328,7 @@ class AfterStep:
         return bool(self._pending_syncs)
 
     def wait_for_steps(self) -> None:
-        """Wait for offloaded steps and their writes to files. A step uses its bucket's gradient until it ends."""
+        """Wait for offloaded steps and their writes to files. Call before gradients change, which steps still read."""
         if self.failed is not None:
             raise self.failed
         if self._worker is not None:

@@ -55,8 +55,8 @@ class AwaitedStep:
         self.future: Future[None] | None = None  # of the submitted step; on all ranks or on none
 
     def announce(self, event: Event) -> Future[None]:
-        """Record that a step is submitted. Return a future that the step's thread must complete. `event`: the step
-        writes to the device only after this event."""
+        """Record that the bucket's step is queued. Return a future that the thread which runs the step must complete.
+        `event`: the step writes to the device only after this event."""
         self.event = event
         self.future = Future()
         return self.future
@@ -70,7 +70,7 @@ class AwaitedStep:
         return self.future is not None and self.future.done() and self.future.exception() is not None
 
     def wait(self) -> None:
-        """Wait for the submitted step, if any. Raise the step's error if it has failed, in later calls too."""
+        """Wait for the bucket's queued step, if any. If it has failed, raise its error in this call and later ones."""
         if self.future is not None:
             # The future of a failed step stays, so that later waits raise too: masters are half stepped.
             waits = not self.future.done()
@@ -97,7 +97,7 @@ class Dtypes(NamedTuple):
 
 
 class Shown(Enum):
-    """What values the parameters of a bucket have at present.
+    """Which values the parameters of a bucket (their `.data`) have at present.
 
     ::
 
@@ -179,8 +179,8 @@ class Bucket:
 
     @property
     def own_shard_of_owned(self) -> slice:
-        """Return this rank's shard as a slice of its owned range: all of the range or, if masters are replicated, a
-        part of it. Ranks that share shards have disjoint slices, which together are the whole bucket."""
+        """Return this rank's shard as a slice of its owned range: the whole range or, if masters are replicated, a
+        part. Shards of the ranks that share shards are disjoint, and together they are the whole bucket."""
         low, high = self.layout.shard_range(self.comm.shard.index)
         base = self.owned_range[0]
         return slice(low - base, high - base)
@@ -189,12 +189,12 @@ class Bucket:
 
     @property
     def grad(self) -> Tensor | None:
-        """Return the reduced gradient [owned numel] in grad_dtype, or None. Waits for its copy to the host."""
+        """Return the reduced gradient [owned numel] in grad_dtype, or None. Wait for a copy to the host in flight."""
         return self.grad_store.value
 
     def grad_fragment(self, slot: int) -> GradFragment | None:
-        """Return the elements that this rank owns of the reduced gradient of the parameter at `slot`. Return None if
-        this rank owns no element of the parameter or the bucket has no gradient."""
+        """Return this rank's elements of the reduced gradient of the parameter at index `slot` in the bucket. Return
+        None if this rank owns no element of the parameter or the bucket has no gradient."""
         place, (low, high) = self.layout.slots[slot], self.owned_range
         first, last = max(low, place.start), min(high, place.start + place.numel)
         if first >= last or (grad := self.grad) is None:
@@ -207,7 +207,7 @@ class Bucket:
         return self.storage.master
 
     def share(self, values: Tensor) -> None:
-        """If the bucket does not reshard, fill the full buffer with all ranks' `values` [owned numel]. Collective."""
+        """If the bucket stays gathered, fill its full buffer with all ranks' `values` [owned numel]. Collective."""
         if not self.plan.reshards:
             self._own_part.copy_(values)
             if self.plan.shards_master:
@@ -280,7 +280,8 @@ class Bucket:
         grad: Tensor | None,
         keeps_grad: bool,
     ) -> None:
-        """Move the bucket to another `plan` of the same layout. Sends no message. Call :meth:`show_at_rest` next.
+        """Move the bucket to `plan`, which has the same layout, in a restage. Sends no message. Then call
+        :meth:`show_at_rest`.
 
         The old storage must be open. The caller frees the old storage afterwards, and moves the optimizer state.
 
@@ -311,8 +312,8 @@ class Bucket:
 
     def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
         """After :meth:`rest_as` with the same `values`, point the parameters at gathered values or placeholders.
-        Collective. `came_whole`: the full buffer already had all compute parameters before `rest_as`, so this method
-        gathers none."""
+        Collective. `came_whole`: the full buffer had all compute parameters already before `rest_as`, so that no
+        gather is needed."""
         if not self.plan.reshards and not came_whole:
             self.share(values)
         self.show(gathered=not self.plan.reshards)
@@ -320,7 +321,7 @@ class Bucket:
             self.full.release()
 
     def copy_master_to_params(self) -> None:
-        """Update this rank's part of the compute parameters from changed masters. The storage must be open."""
+        """After masters have changed, update this rank's part of the compute parameters. The storage must be open."""
         self.param_store.update(self.storage.master)
         if not self.plan.steps_on_host:  # copies of a step on the host have an event of their own, `_copied`
             self.comm.streams.change()
@@ -450,14 +451,14 @@ class Bucket:
         self._make_views()
 
     def full_master(self) -> Tensor:
-        """Gather the masters of the whole bucket into a new tensor [layout.numel] on the device. Blocks. Collective."""
+        """Gather the masters of the whole bucket. Return a new tensor [layout.numel] on the device. Collective."""
         with opened(self.storage) as master:
             return self.gathered([(0, master)], master.dtype, "values")
 
     def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
         """Gather values of all ranks into a new tensor [layout.numel] of `dtype` on the device. Blocks. Collective.
         `own`: pairs (start in the owned range, values) of this rank. Elements for which no rank has values are zero.
-        `what`: a name of the values for labels."""
+        `what`: names the values in the label of the message."""
         low, _ = self.owned_range
         full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
         for start, values in own:
@@ -484,7 +485,7 @@ class Bucket:
         set_values(self.params, self._placeholders, "absent")
 
     def show_whole(self, shown: Shown, values: Iterable[Tensor]) -> None:
-        """Point each parameter at its tensor of `values`, until :meth:`hide_whole`. `shown`: MASTERS or PLAIN."""
+        """Point each parameter at its tensor in `values`, until :meth:`hide_whole`. `shown`: MASTERS or PLAIN."""
         self._enter(shown)
         set_values(self.params, values, "plain" if shown is Shown.PLAIN else "present")
 
@@ -504,7 +505,7 @@ class Bucket:
 
     @property
     def rounds(self) -> bool:
-        """Return whether the parameters stay gathered between uses, in another dtype than their masters."""
+        """Return whether the parameters stay gathered between uses and are in another dtype than their masters."""
         return not self.plan.reshards and self.dtypes.compute != self.dtypes.master
 
     def hide_rounded(self, hides: bool) -> None:
@@ -542,7 +543,7 @@ class Place(NamedTuple):
 
     @property
     def slices(self) -> list[int]:
-        """Return how many of the parameter's elements are in each shard that has any; [0] if the parameter is empty."""
+        """Return how many of the parameter's elements each shard has, without shards that have none; [0] if empty."""
         layout = self.bucket.layout
         parts = (part for rank in range(layout.world_size) for part in layout.fragments(rank))
         return [part.numel for part in parts if part.index == self.info.slot] or [0]

@@ -63,7 +63,7 @@ def materialise(
 
 def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str, Tensor], device: torch.device) -> None:
     """Allocate on `device` the tensors of `inner` that are in `lacking`. Then call the `reset_parameters` of `inner`,
-    or a known equivalent. Raises ConfigError if there is none."""
+    or the equivalent that this package knows for the module's class. Raises ConfigError if neither exists."""
     reset = resetter(module, name, inner)
     if reset is None:
         key = next(iter(lacking))
@@ -157,10 +157,10 @@ def build_units(
     tiers: Tiers,
     sources: Mapping[str, Tensor],
 ) -> list[Unit]:
-    """Build the units of `module`, the root first, fill their buckets, and drop the full values. Collective. `plans`: a
-    plan for each bucket, in the order of `groups`. `sources`: first values by name; each rank reads its own parts only.
-    Raises ConfigError for a meta module with neither `reset_parameters` nor sources, and for a full disk on any
-    rank."""
+    """Build and return the units of `module`, the root first. Initialize masters, parameters and buffers, and free full
+    values of units that are gathered for each use. Collective. `plans`: a plan for each bucket, in the order of
+    `groups`. `sources`: initial values by name; each rank reads its own parts only. Raises ConfigError for a meta
+    module with neither `reset_parameters` nor sources, and if a disk is full on any rank."""
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
     is_meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
@@ -192,7 +192,8 @@ def build_units(
 
 
 def _fill(bucket: Bucket, sources: Mapping[str, Tensor]) -> None:
-    """Fill the bucket with first values from `sources` (by name), or rank 0's where `sources` has none. Collective."""
+    """Initialize the bucket's masters and parameters: from `sources` (tensors by parameter name) where these have the
+    parameter, otherwise with rank 0's values. Move the parameters to the engine's device. Collective."""
     comm, dtype = bucket.comm, bucket.dtypes.master if bucket.plan.trainable else bucket.dtypes.compute
     found = {
         info.slot: info.part_of_saved(sources[fqn])

@@ -40,7 +40,7 @@ _NONE = Tiers()
 
 
 class Held(NamedTuple):
-    """Describes a bucket before a restage: the bucket's plan, and the size of its optimizer state."""
+    """Describes a bucket before a restage: its plan, and the size of its optimizer state now and after a step."""
 
     plan: BucketPlan
     states: int  # number of state tensors as large as the masters
@@ -63,9 +63,9 @@ def make_tiers(
 
     Args:
         instances: the numbers of file tiers in use.
-        share: this rank's part of its machine.
+        share: how many ranks are on this rank's machine, and how many cores this rank may use.
         before: the present tiers, in a restage. Their host memory and files are reused.
-        held_by: in a restage, what each bucket holds on these tiers, in the order of ``groups``.
+        held_by: in a restage, what each bucket holds on the tiers ``before``, in the order of ``groups``.
 
     Raises ConfigError on all ranks, before any change, if a tier lacks bytes or the folder cannot be used.
     """
@@ -213,8 +213,8 @@ def check_files(
 
 
 def place_of(part: str = "", name: str = "") -> tuple[str, str]:
-    """Return (key, name) of a resource of this host. `part`: identifies the resource (a disk, a GPU; "" for memory).
-    Keys are unique over all hosts; names are for messages."""
+    """Return (key, name) of a resource of this host, for :func:`check_free_memory`. `part`: identifies the resource (a
+    disk, a GPU; "" for host memory). Keys are unique over all hosts; names are for error messages."""
     return f"{machine()}, {part}", ", ".join(filter(None, (f"on host {socket.gethostname()}", name)))
 
 
@@ -280,7 +280,8 @@ def find_ranks(
     waits: Waits,
 ) -> Ranks:
     """Return the groups of ranks that share shards, with this rank's index in each. Collective. `group`: all ranks of
-    the engine (None: one rank). Raises ConfigError if `zero.hybrid_shard` cannot divide these nodes."""
+    the engine (None: one rank). Raises ConfigError if `zero.hybrid_shard` does not allow these nodes (of unequal size,
+    say)."""
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
     names = [name for name, *_ in table]

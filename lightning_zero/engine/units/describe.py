@@ -152,7 +152,7 @@ def _refuse_aliases(module: nn.Module, names_of: Mapping[nn.Parameter, Sequence[
 
 
 def _span(tensor: Tensor) -> range:
-    """Return the range of bytes that `tensor` uses in its storage."""
+    """Return the byte offsets in its storage that `tensor` spans, gaps between its elements included."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.element_size()
     return range(start, start + (last + 1) * tensor.element_size() * bool(tensor.numel()))
@@ -300,7 +300,8 @@ def agree_on_model(units: Sequence[UnitGroup], group: dist.ProcessGroup | None, 
 
 
 def agree_on_sources(names: Iterable[str], group: dist.ProcessGroup | None, waits: Waits) -> None:
-    """Raise ConfigError unless the `names` of tensors that have first values are equal on all ranks. Collective."""
+    """Raise ConfigError on all ranks unless all ranks have initial values (`zero.init_from`) for tensors of the same
+    `names`. Collective."""
     table: list[list[str]] | None = gather_if_unequal(group, sorted(names), waits, "names of first values")
     if table is None:
         return

@@ -33,7 +33,7 @@ Factor = tuple[Tensor, Event]
 
 
 class Claimed(NamedTuple):
-    """A gradient for an offloaded step, which only reads it. The gradient may still be on its way to the host."""
+    """A reduced gradient that an offloaded step reads. Its copy to the host may not have ended: see :meth:`arrived`."""
 
     streams: Streams
     grad: Tensor | None
@@ -41,7 +41,7 @@ class Claimed(NamedTuple):
     factor: Factor | None
 
     def arrived(self) -> tuple[Tensor | None, Tensor | None]:
-        """Wait for the gradient. Return the gradient (None: there is none) and its factor (None: 1)."""
+        """Wait for copies to the host. Return (gradient or None, factor to multiply the gradient by; None means 1)."""
         _wait(self.streams, self.arrival)
         factor, event = self.factor or (None, None)
         _wait(self.streams, event)
@@ -49,9 +49,9 @@ class Claimed(NamedTuple):
 
 
 class GradStore:
-    """Holds a reduced gradient on the device; the subclass :class:`OnHost` holds it in host memory. ``value``: the
-    gradient, or None. A read waits for the end of a copy to the host. ``memory``: the tensor that the store has
-    allocated. :class:`OnHost` keeps this tensor also while there is no gradient."""
+    """Holds a bucket's reduced gradient on the device (in the subclass :class:`OnHost`, in host memory). ``value``: the
+    gradient, or None; reading ``value`` waits for a copy to the host that is in flight. ``memory``: the tensor that the
+    store has allocated, which :class:`OnHost` also keeps while there is no gradient."""
 
     def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
         self._dtype, self._streams = dtype, streams
@@ -59,7 +59,7 @@ class GradStore:
 
     @property
     def is_there(self) -> bool:
-        """Return whether the store has a gradient, which may still be on its way to the host."""
+        """Return whether the store has a gradient, even if its copy to the host has not ended. Does not wait."""
         return self.value is not None
 
     @property
@@ -84,7 +84,7 @@ class GradStore:
         self.clear()
 
     def claim(self) -> Claimed:
-        """Return the present gradient for an offloaded step. See [Note: masters during an offloaded step]."""
+        """Return the current gradient, for an offloaded step to read. Does not wait for a copy to the host."""
         return Claimed(self._streams, self.value, None, None)
 
     def norm(self, norm_type: float) -> Tensor | None:
@@ -92,18 +92,20 @@ class GradStore:
         return None
 
     def all_finite(self) -> Tensor | None:
-        """Return whether all elements are finite [0-d]; None if that was not computed before the copy to the host."""
+        """Return whether all elements of the gradient are finite [0-d, on the device] if this was computed before the
+        gradient was copied to the host, else None."""
         return None
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
-        """Return True if the store will multiply the gradient by `factor()` at the gradient's next use, or False if the
-        caller must multiply it now."""
+        """Defer scaling: return True if the store will multiply the gradient by `factor()` when it is next used. Return
+        False, without a call of `factor`, if the caller must multiply the gradient now."""
         return False
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The norms and finiteness of a gradient, found before its copy to the host. Valid until the gradient changes."""
+    """Norms of a gradient and whether it is finite, computed on the device before the copy to the host. Valid while the
+    version of the host tensor is `version`."""
 
     version: int = -1  # of the gradient's memory
     norms: dict[float, Tensor] = field(default_factory=dict)
@@ -111,8 +113,8 @@ class _Seen:
 
 
 class OnHost(GradStore):
-    """Holds the gradient in host memory, pinned for a GPU. Norms and finite checks that callers have requested earlier
-    are computed on the device, before each gradient is copied. On the host each would take a pass over memory."""
+    """Holds the gradient in host memory, pinned for a GPU. Once a caller has requested a norm or a finite check, the
+    store computes the same for each later gradient on the device, before the copy, because the host is slower."""
 
     is_there = False  # type: ignore[assignment]
 
@@ -206,7 +208,7 @@ class OnHost(GradStore):
 
 
 def _wait(streams: Streams, arrival: Event | Future[None]) -> None:
-    """Wait on the host for `arrival`, an event or a future (None: nothing). Raise the error of a failed future."""
+    """Block the host until `arrival`, an event or a future (None: do not wait). Raise the error of a failed future."""
     if isinstance(arrival, Future):
         arrival.result()
     elif arrival is not None:

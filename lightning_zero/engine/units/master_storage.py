@@ -64,7 +64,7 @@ class Tiers:
         return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # first the parts that use others
 
     def set_budgets(self, host: int | None, nvme: int | None) -> None:
-        """Limit this rank's bytes in host memory and in files. None: no limit but the available bytes."""
+        """Limit the bytes that this rank keeps in host memory and in files. None: only what is free limits them."""
         if self.host is not None:
             self.host.budget = host
         if self.nvme is not None:
@@ -73,7 +73,7 @@ class Tiers:
 
 class MasterStorage:
     """Holds a bucket's masters [owned numel] and optimizer state on a tier. `master`: the masters, readable while the
-    storage is open. `changes`: an object that is replaced whenever the masters may have changed."""
+    storage is open. `changes`: an object that the storage replaces whenever the masters may have changed."""
 
     keeps_state = False  # `attach_state` moves state to the tier
 
@@ -83,7 +83,7 @@ class MasterStorage:
         self._lent: list[Future[None]] = []
 
     def begin_open(self) -> None:
-        """If the tensors are in files, start to read the files for a later `open`. Does not wait."""
+        """If the tensors are in files, start to read the files, so that a later `open` waits less. Does not wait."""
 
     def open(self, *, to_write: bool = False) -> None:
         """Make the tensors readable until the matching `close`. `to_write`: the caller will change tensors, so wait
@@ -95,11 +95,11 @@ class MasterStorage:
         copy_cast(self.master, target)
 
     def read_until(self, event: Event) -> None:
-        """Record that a stream reads the masters until `event` (None: it does not). Later writes wait for the event."""
+        """Record that a stream reads the masters until `event` (None: none does). Later writes wait for `event`."""
 
     def lend(self, reading: Future[None]) -> None:
-        """Record that another thread reads the tensors until the future `reading` is done. Later writes wait for this
-        future, and so does :meth:`free`."""
+        """Record that another thread reads the tensors until the future `reading` is done. Later writes, and on the
+        host :meth:`free`, wait for this future."""
         self._lent.append(reading)
 
     def close(self, *, changed: bool) -> None:
@@ -107,11 +107,11 @@ class MasterStorage:
         the outermost `open` starts to write the files."""
 
     def wait_for_rest(self) -> None:
-        """Wait until the closed storage's files are written, and free its memory. Does nothing without files."""
+        """For a closed storage in files: wait until the files are written, then free the tensors' memory."""
 
     def attach_state(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move `states`, the optimizer state of `owner` (the :class:`Runs` of one optimizer), to this tier. Drop
-        earlier states of `owner` that are not in `states`. The storage must be open."""
+        """Move `states`, the state tensors of one optimizer (`owner`, its :class:`Runs`), to this tier. Drop earlier
+        states of `owner` that are not in `states`. The storage must be open."""
 
     def free(self) -> None:
         """Free the storage's memory or file space. The storage cannot be used afterwards."""
@@ -119,8 +119,8 @@ class MasterStorage:
 
 @contextlib.contextmanager
 def opened(storage: MasterStorage, *, changed: bool = False) -> Iterator[Tensor]:
-    """Context manager that opens `storage`; the `as` target is the masters. `changed`: the body writes to tensors of
-    the storage. On exit close the storage, and wait until its files are written."""
+    """Context manager that opens `storage` and yields its masters. `changed`: the body writes to tensors of the
+    storage. On exit, close the storage and wait until its files are written."""
     storage.open(to_write=changed)
     try:
         yield storage.master
@@ -148,7 +148,7 @@ class ResidentStorage(MasterStorage):
 
 
 class HostStorage(ResidentStorage):
-    """A storage in the host tier's memory, always readable. Its masters are always a copy of `values`."""
+    """A storage in the host tier's memory, always readable. The constructor copies `values` and casts to `dtype`."""
 
     keeps_state = True
 
@@ -334,8 +334,8 @@ class FileStorage(MasterStorage):
             self._place(wanted)
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
-        """Assign an extent (a range in the files) to each tensor. Reuse extents of this storage that have the same size
-        and dtype, and free the others."""
+        """Assign an extent (a range in the files) to each of `tensors`. Reuse this storage's extents of equal size and
+        dtype, and free the rest. The next `close` writes all tensors."""
         spare = list(self._extents)
         self._extents, self._tensors = [], list(tensors)
         for tensor in self._tensors:

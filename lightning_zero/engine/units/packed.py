@@ -1,7 +1,7 @@
-"""Packed weights: the 4-bit parameters of bitsandbytes (`Params4bit`), which hold bytes in any dtype.
+"""Packed weights: the 4-bit parameters of bitsandbytes (`Params4bit`), whose packed bytes can have any storage dtype.
 
-The bytes are in buckets of the bytes' dtype and are never cast. The tensors that decode the bytes (scales, a code book)
-are in the parameter's `quant_state`: whole on each rank, and in state dicts as `weight.absmax` and similar names.
+Buckets keep the packed bytes in their storage dtype and never cast them. The tensors that decode the bytes (scales, a
+code book) are in the parameter's `quant_state`. Each rank has them whole; state dicts name them `weight.absmax` etc.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_packed(param: Tensor) -> bool:
 
 
 def refuse_unpackable(param: nn.Parameter, fqn: str) -> None:
-    """Raise ConfigError for a 4-bit parameter that is not frozen, not quantized yet, or repacked for a CPU."""
+    """Raise ConfigError if `param` is 4-bit and is trainable, not quantized yet, or repacked by a forward on a CPU."""
     state = getattr(param, "quant_state", param)
     if state is None:
         found, how = "one without", "Move the module to its device before it is sharded: that quantizes it"
@@ -35,7 +35,7 @@ def refuse_unpackable(param: nn.Parameter, fqn: str) -> None:
 
 
 def tensors_beside(param: Tensor) -> Iterator[tuple[object, str, Tensor]]:
-    """Yield (quantization state, name, tensor) of each tensor in the parameter's `quant_state`, nested ones too."""
+    """Yield (quantization state, attribute name, tensor) for each tensor in `quant_state` and its nested `state2`."""
     state = getattr(param, "quant_state", None)
     while hasattr(state, "__dict__"):
         yield from ((state, key, value) for key, value in [*vars(state).items()] if isinstance(value, Tensor))
@@ -43,7 +43,7 @@ def tensors_beside(param: Tensor) -> Iterator[tuple[object, str, Tensor]]:
 
 
 def replicate_beside(module: nn.Module, comm: Communicator) -> None:
-    """Replace the tensors that decode packed parameters by rank 0's values, on the engine's device. Collective."""
+    """Broadcast rank 0's tensors that decode packed parameters to all ranks' engine devices. Collective."""
     for inner in module.modules():
         for param in filter(is_packed, inner.parameters(recurse=False)):
             for owner, key, value in tensors_beside(param):
@@ -55,14 +55,14 @@ def replicate_beside(module: nn.Module, comm: Communicator) -> None:
 
 
 def prefixes_beside(module: nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of state dict keys of the tensors that decode packed parameters."""
+    """Return the prefixes (`"fc.weight."`) of the state dict keys of the tensors that decode packed parameters."""
     return tuple(f"{name}." for name, p in module.named_parameters(remove_duplicate=False) if is_packed(p))
 
 
 def load_beside(module: nn.Module, state: dict[str, Tensor], prefix: str, *rest: list[str]) -> None:
-    """Pre-hook of one module's `load_state_dict`: load the tensors that decode packed parameters. bitsandbytes saves
-    these tensors but does not load them. Report an error if packed bytes have another dtype or the tensors that decode
-    them are missing."""
+    """Pre-hook of one module's `load_state_dict`: load the tensors that decode packed parameters, which bitsandbytes
+    saves but does not load. Add a message to `load_state_dict`'s list of errors if `state` has packed bytes of another
+    dtype, or lacks the tensors that decode the bytes."""
     for key, param in module.named_parameters(recurse=False):
         name, value = prefix + key, state.get(prefix + key)
         old: Any = getattr(param, "quant_state", None)

@@ -60,7 +60,7 @@ _delete_grad = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
 
 
 class Owner(Protocol):
-    """The interface of the engine's object that parameters call when users' code reads or writes them."""
+    """The interface of the engine object that a sharded parameter calls when users' code reads or writes it."""
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], object]) -> object:
         """Gather `params`, of which some are placeholders. Then return `run()`, the result of the user's `operation`.
@@ -69,12 +69,12 @@ class Owner(Protocol):
         ...
 
     def strides(self, param: nn.Parameter) -> tuple[int, ...]:
-        """Return the strides of the parameter's values. The placeholder has other strides."""
+        """Return the strides that `param` has while it is gathered. Its placeholder has other strides."""
         ...
 
     def hands_out(self, param: nn.Parameter, read: Callable[[], Tensor]) -> Tensor:
         """Called when users' code reads `param.data`. Gather `param`, then return `read()`, which is torch's
-        `param.data`. Later writes to the result are noticed: see [Note: checksums of writes]."""
+        `param.data`. The engine notices later writes to the result: see [Note: checksums of writes]."""
         ...
 
     def takes_grad(self, param: nn.Parameter, value: Tensor) -> bool:
@@ -83,7 +83,7 @@ class Owner(Protocol):
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """Called for `param.data = value`. Return whether `value` was written to the masters; if not, torch assigns."""
+        """Called for `param.data = value`. Return True if the engine has used `value`, or False to let torch assign."""
         ...
 
 
@@ -310,7 +310,7 @@ READ_CHUNK = 1 << 20  # elements read from a file at a time
 
 @dataclass(slots=True, eq=False)
 class ParamInfo:
-    """Holds what the engine knows of one sharded parameter. Nothing is stored on the `nn.Parameter` itself."""
+    """The engine's record of one sharded parameter. Nothing is stored on the `nn.Parameter` itself."""
 
     param: nn.Parameter
     fqns: tuple[str, ...]  # every name; tied weights have several
@@ -333,7 +333,7 @@ class ParamInfo:
 
     @property
     def saved_shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole tensor, of which this rank may have only a part."""
+        """Return the shape in checkpoints: that of the whole tensor if tensor or expert parallelism splits it."""
         return self.split.shape if self.split is not None else tuple(self.shape)
 
     @property
@@ -341,7 +341,8 @@ class ParamInfo:
         return self.strides if self.split is None else torch.empty(self.split.shape, device="meta").stride()
 
     def part_of_saved(self, value: T) -> T | Tensor:
-        """Return this rank's part of ``value`` if it is a whole tensor of a split parameter, else ``value``."""
+        """Return this rank's part of ``value`` if tensor or expert parallelism splits the parameter and ``value`` is a
+        tensor of the whole shape; otherwise return ``value``."""
         if self.split is None or not isinstance(value, Tensor) or tuple(value.shape) != self.split.shape:
             return value
         if not isinstance(value, StoredTensor):

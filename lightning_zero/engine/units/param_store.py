@@ -34,7 +34,7 @@ from lightning_zero.tiers.extents import Wanted
 
 
 class FlatBuffer:
-    """Has a flat tensor `data` [numel], whose memory can be freed and reallocated. Read `data` only if `allocated`."""
+    """A flat tensor `data` [numel] whose memory can be freed and allocated again. Read `data` only if `allocated`."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         # A tensor made under inference mode can never be used in training.
@@ -48,7 +48,7 @@ class FlatBuffer:
         return self.data.untyped_storage().nbytes() == self.nbytes
 
     def allocate(self) -> None:
-        """Allocate memory with undefined contents, unless the buffer has memory. Existing views use the new memory."""
+        """Allocate uninitialized memory if the buffer has none. Existing views of `data` refer to the new memory."""
         storage = self.data.untyped_storage()
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
@@ -62,13 +62,14 @@ class FlatBuffer:
 
 
 def references(tensor: Tensor) -> int:
-    """Return how many tensors share the memory of ``tensor``, including tensors in autograd graphs."""
+    """Return how many tensors share the storage of ``tensor``, including ``tensor`` and those saved by autograd."""
     # Without the storage object that is made here.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # type: ignore[attr-defined,no-any-return]
 
 
 def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return a placeholder for each shape. All placeholders share one small tensor. See [Note: placeholders]."""
+    """Return for each shape a tensor of one NaN (0 for integer dtypes), expanded to the shape: the `.data` of a
+    parameter while its values are not gathered. All share one small tensor. See [Note: placeholders]."""
     with torch.inference_mode(False):  # a tensor made under inference mode can never be used in training
         value = float("nan") if dtype.is_floating_point else 0
         cells = torch.full((max(len(shapes), 1),), value, dtype=dtype, device=device)
@@ -116,9 +117,9 @@ class NodeShard:
 
 
 class ParamStore:
-    """Holds the compute parameters of this rank's owned range between uses: [owned numel] in compute_dtype. `memory`:
-    the device tensor that the store has allocated; None if the parameters are in another object's memory or in a
-    file."""
+    """Holds this rank's part of a bucket's compute parameters while they are not gathered: [owned numel], the elements
+    whose masters this rank steps. `memory`: the device tensor that the store has allocated; None if the parameters are
+    in another object's memory or in a file."""
 
     memory: Tensor | None = None
 
@@ -134,10 +135,10 @@ class ParamStore:
         raise NotImplementedError
 
     def update(self, master: Tensor) -> None:
-        """Update the stored parameters from `master` [owned numel]. The caller has opened the masters' storage."""
+        """After a step, update the stored parameters from `master` [owned numel], whose storage must be open."""
 
     def wait_for_rest(self) -> None:
-        """Wait until the last update of parameters in a file is written. Raises the error of a failed write."""
+        """Wait until the last update of parameters in a file is written. Raise the error of a failed write."""
 
     def free(self) -> None:
         """Free the store's memory or file space. The store cannot be used afterwards."""
@@ -158,12 +159,12 @@ class InMasterStorage(ParamStore):
 
 class FullIsMaster(InMasterStorage):
     def prepare(self, own: Tensor) -> None:
-        """Do nothing: this rank's slice of the full buffer is always up to date."""
+        """Do nothing: this rank's slice `own` of the full buffer is always up to date."""
 
 
 class FullCopy(FullIsMaster):
-    """Updates this rank's slice of a full buffer that stays gathered. `read` casts from the masters, because users may
-    write to the buffer."""
+    """For a full buffer that stays gathered: `update` writes the stepped masters to this rank's slice `own` of it.
+    `read` casts from the masters and not from the buffer, which users may have written to."""
 
     def __init__(self, storage: MasterStorage, own: Tensor, send: Callable[[Tensor], None]) -> None:
         super().__init__(storage)
@@ -225,7 +226,7 @@ class FileShard(ParamStore):
         self._tier.free([self._extent])
 
     def _drop(self) -> None:
-        """End a read-ahead, if any, and return its buffer, because its values were used or the file will change."""
+        """Wait for a read-ahead of the file, if any, and return its buffer to the pool. Later reads read the file."""
         if self._reading is not None:
             # `exception` waits without raising: the tier's threads write to the staged memory until then.
             self._reading.exception()

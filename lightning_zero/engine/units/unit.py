@@ -36,8 +36,8 @@ LEGAL = {
 
 @dataclass(eq=False)
 class Unit:
-    """The buckets of one submodule or the root, which are gathered and dropped together. Gradients are reduced, and
-    parameters stepped, bucket by bucket."""
+    """The buckets of one submodule or the root, which are gathered together and dropped (gathered values freed)
+    together. Gradients are reduced, and parameters stepped, bucket by bucket."""
 
     name: str  # fqn of the module, "" for the root
     index: int
@@ -73,7 +73,7 @@ class Unit:
         self.state = state
 
     def restaged(self) -> None:
-        """Update the unit's state after its buckets got new plans. Call only if no gather is in flight."""
+        """Update the unit's state after a restage has moved its buckets. Call only if no gather is in flight."""
         self.plans_changed()
         # Assigned without `_enter`, because no gather or drop leads to this state.
         self.state = State.SHARDED if self.reshards else State.GATHERED
@@ -81,7 +81,8 @@ class Unit:
             bucket.comm.streams.give_back()
 
     def unshard_begin(self) -> None:
-        """Issue the gathers of all buckets that reshard, as one message where possible. Collective."""
+        """Issue the gathers of all buckets whose values are dropped between uses, as one message where possible, and do
+        not wait. Collective."""
         self._enter(State.GATHERING)
         with recording.profiled("gather", self.title):
             self.pending = []
@@ -101,8 +102,8 @@ class Unit:
                 self.pending.append(bucket.gather_begin(of_node=of_node))
 
     def begin_param_sync(self, buckets: Sequence[Bucket]) -> None:
-        """Issue the gathers of `buckets`, whose parameters are replicated and whose masters have changed. Parameters
-        are placeholders until :meth:`unshard_wait`. Collective."""
+        """Issue gathers, without a wait, of the changed masters of `buckets` into their replicated compute parameters.
+        Parameters have placeholders as values until :meth:`unshard_wait`. Collective."""
         self.unshard_wait()  # for an earlier param sync, if masters changed twice in a row
         self._enter(State.GATHERING)
         with recording.profiled("gather", self.title):
@@ -124,7 +125,8 @@ class Unit:
             self._enter(State.GATHERED)
 
     def abandon(self, deadline: float) -> None:
-        """Drop the unit after an exception. Wait for gathers in flight only until `deadline` (in `time.monotonic`)."""
+        """Free gathered values after an exception. Wait for gathers in flight only until `deadline`, a time of
+        `time.monotonic()`: other ranks may never issue these gathers."""
         # A param sync is not abandoned: other ranks have issued it too, and the next pass needs its values.
         if self.reshards:
             over = [pending.abandon(deadline) for pending in self.pending]
@@ -139,8 +141,8 @@ class Unit:
                 self.reshard()
 
     def reshard(self, *, free: bool = True) -> None:
-        """Point the parameters at placeholders and, with `free`, free the gathered values; otherwise call :meth:`free`
-        later. Does nothing if the unit does not reshard."""
+        """Point the parameters at placeholders and free the gathered values. Without `free`, the caller frees them by
+        :meth:`free` later. Does nothing if the unit stays gathered between uses."""
         if not self.reshards:
             return
         for bucket in self.resharded:
@@ -162,19 +164,19 @@ class Unit:
         self.resharded[0].comm.streams.give_back()
 
     def drop(self) -> None:
-        """Drop the unit, after a wait for a gather in flight. Does nothing if the unit does not reshard."""
+        """Wait for a gather in flight, then free the gathered values. Does nothing if the unit stays gathered."""
         if self.reshards and self.state is not State.SHARDED:
             self.unshard_wait()  # a gather in flight still writes to the memory
             self.reshard()
 
     def pass_begins(self) -> None:
-        """Begin a pass with a backward. Under `hybrid_shard=node_backward`, a drop in this pass keeps a slice for the
-        node."""
+        """Begin a pass with a backward. Under `hybrid_shard=node_backward`, drops in this pass keep slices, from which
+        the backward gathers within the node (see `NodeShard`)."""
         self.keeps_node_slices = self.reshards and self.buckets[0].comm.ranks.node.size > 0
 
     def pass_ends(self, deadline: float | None = None) -> None:
-        """End a pass: drop the unit and slices kept for the node. `deadline`: given after an exception; see
-        :meth:`abandon`."""
+        """End a pass: free gathered values and the slices kept for the node. After an exception callers give a
+        `deadline`, which :meth:`abandon` explains."""
         self.keeps_node_slices = self.is_held = self.in_graph = False
         self.calls.clear()
         if deadline is None:
@@ -221,7 +223,7 @@ class Units(list[Unit]):
         return [bucket for unit in self for bucket in unit.buckets]
 
     def connect(self) -> None:
-        """Send each kind of message of the passes once: see :meth:`Communicator.connect`. Collective."""
+        """Send each kind of message that passes send once, to connect ranks: see `Communicator.connect`. Collective."""
         for comm in dict.fromkeys(bucket.comm for bucket in self.buckets):
             comm.connect([bucket.sends for bucket in unit.buckets if bucket.comm is comm] for unit in self)
 
