@@ -134,7 +134,8 @@ class Interruptions:
 
     def at_boundary(self, *, last: bool = False) -> None:
         """Between two steps, save if a periodic save is due, and answer a signal that any rank got: raise Left on all
-        ranks, after a save if the signal asks for a save. Raise the error of a failed background save. Collective.
+        ranks, after a save if the signal asks for one. A signal to requeue the job ends the run only if requeuing
+        succeeds. Raise the error of a failed background save. Collective.
 
         ``last``: training has ended, so no periodic save is needed.
         """

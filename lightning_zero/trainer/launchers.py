@@ -80,7 +80,7 @@ class Forking:
     @contextlib.contextmanager
     def _fit_to_fork(self, trains: bool = True) -> Iterator[None]:
         """Raise ConfigError if processes forked in the body could not work. If they would hang with several threads,
-        let each of them use one thread. ``trains``: whether they compute backwards."""
+        let each of them use one thread. ``trains``: whether the processes run backwards."""
         _refuse_fork(trains)
         wanted = os.environ.get(_THREADS)
         planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)

@@ -58,7 +58,7 @@ def _fill(module: ModuleType) -> None:
 
 class _Name(str):
     """A preset's name in a registry. Before Lightning refuses an unknown strategy name, it compares the unknown name
-    with all registered names. In this comparison the most similar preset warns that the user may have meant it."""
+    with all registered names. The preset that is most similar then warns that the user may have meant this preset."""
 
     registry: Container[str] = ()
 

@@ -17,8 +17,8 @@ _CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts the FLOPs of matrix products, convolutions and attention in the body, by torch's formulas. The count
-    ``backward`` is of backwards, including recomputation, and the count ``forward`` of all else.
+    """Counts the FLOPs of matrix products, convolutions and attention in the body, by torch's formulas.
+    ``backward`` counts what autograd runs in backwards, including recomputation; ``forward`` counts all else.
 
     torch's own ``FlopCounterMode`` is not used, because it leaves hooks on modules and tensors.
     """

@@ -112,7 +112,8 @@ class _Begins(torch.autograd.Function):
 
 
 class _Recorder:
-    """Divides a step into stretches, in each of which one unit runs. ``slots``: number of gradients of each bucket."""
+    """Divides a step into intervals (:class:`Stretch`), in each of which one unit runs. ``slots``: number of gradients
+    of each bucket."""
 
     def __init__(self, live: LiveBytes, slots: Sequence[int]) -> None:
         self._live, self._slots = live, slots

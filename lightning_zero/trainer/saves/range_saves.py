@@ -76,7 +76,7 @@ class RangeSave:
     Args:
         io: checks the finished checkpoint by its ``look_at``.
         with_values: whether state dicts hold values, for hooks that read them.
-        noting: makes a context manager that marks an exception as one that all ranks raise.
+        noting: returns a context manager that marks an exception in its body as one that all ranks raise.
         fakes: makes tensors without values.
     """
 
