@@ -271,7 +271,7 @@ class Processes:
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
 
     def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks that wait for this rank read that it is in Lightning's collective ``what``."""
+        """Return a context in which this rank posts that it is in Lightning's collective ``what``."""
         waits = self._waits if group is None or group is dist.group.WORLD else None
         return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 

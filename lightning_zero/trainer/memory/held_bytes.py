@@ -27,7 +27,8 @@ from lightning_zero.planning.placement import Tier
 def held_bytes(engine: Engine) -> Bytes:
     """Count this rank's bytes by role and tier: each storage once, and files by their reserved size.
 
-    Parameters that are gathered for a use, and step counters, do not count. Copies in memory of tensors in files count as staging buffers.
+    Parameters that are gathered for a use, and step counters, do not count. Copies in memory of tensors in files count
+    as staging buffers.
     """
     held: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     seen: set[int] = set()
