@@ -249,10 +249,10 @@ class Between:
         if on_device and accelerator.free_nbytes() < 2 * nbytes:  # else there is room without what the allocator keeps
             accelerator.release_cached()
         own = machine(), available_host_memory(), accelerator.free_nbytes()
-        table = [own]
+        numbered = [(self._comm.rank, own)]
         if self._reader.all_make(what):
-            table = self._comm.gather_checked(own, f"{what}, which all ranks must call")
-        places, numbered = [place for place, *_ in table], list(enumerate(table))
+            numbered = [*enumerate(self._comm.gather_checked(own, f"{what}, which all ranks must call"))]
+        places = [place for _, (place, *_) in numbered]
         hosts = [
             reason_not_to_fit(nbytes, free // places.count(place), f"the host of rank {rank}, for each of its ranks")
             for rank, (place, free, _) in numbered
