@@ -152,8 +152,8 @@ class OneSided:
         if self._group is None or (self._thread is not None and self._thread.is_alive()):
             return
         self._stop.clear()
-        pace = max(1.0, self._comm.world_size / RANKS_AT_THIS_PACE)
-        arguments, name = (ref(self), self._stop, pace), "lightning_zero-shards"
+        answer_s = ANSWER_S * max(1.0, self._comm.world_size / RANKS_AT_THIS_PACE)
+        arguments, name = (ref(self), self._stop, answer_s), "lightning_zero-shards"
         self._thread = threading.Thread(target=_answer_requests, args=arguments, name=name, daemon=True)
         self._thread.start()
         self._comm.waits.call_at_end(partial(_end, self._stop, self._thread))
@@ -176,10 +176,10 @@ class OneSided:
         return True
 
 
-def _answer_requests(reference: ReferenceType[OneSided], stop: threading.Event, pace: float) -> None:
-    """Answer requests until ``stop`` is set. ``pace``: a factor of the pauses between looks for requests."""
+def _answer_requests(reference: ReferenceType[OneSided], stop: threading.Event, answer_s: float) -> None:
+    """Answer requests until ``stop`` is set. ``answer_s``: seconds between two looks for requests after a request."""
     last, pause_s = -ANSWERS_S, 0.0
-    while not stop.wait(pace * pause_s):
+    while not stop.wait(pause_s):
         if (own := reference()) is None:
             return
         try:
@@ -188,7 +188,7 @@ def _answer_requests(reference: ReferenceType[OneSided], stop: threading.Event, 
         except RuntimeError:  # the store or the asking rank is gone
             return
         own = None  # a reference would keep the engine alive
-        pause_s = ANSWER_S if time.monotonic() - last < ANSWERS_S else LISTEN_S
+        pause_s = answer_s if time.monotonic() - last < ANSWERS_S else max(answer_s, LISTEN_S)
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
