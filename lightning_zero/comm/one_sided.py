@@ -14,7 +14,7 @@ although the others are only slow; they then find this out, and use parameters a
 decides how values are sent, and not which. Between a backward and its step no rank withdraws, because a rank may step
 without a message, and has no old values then.
 
-Each rank counts changes of masters (``Changes``): steps, other operations of all ranks together, and users' writes.
+Each rank counts changes of masters (``Changes``): steps, other changes by all ranks together, and users' writes.
 A rank asks for shards with the same counts as its own. Another rank copies its shard when it has these counts, and
 then looks at them again: if they have changed, the copy may be torn.
 """
@@ -65,8 +65,8 @@ class OneSided:
         self._comm, self._answer, self._group = comm, answer, comm.uses_group
         self._withdrawn: list[tuple[Any, Tensor, Tensor]] = []  # messages that other ranks have not received yet
         self._known: set[str] = set()  # uses that this rank has made alone the last time
-        self._alone_since: Counts | None = None  # the counts of changes when this rank was alone last
-        self._uses: Counter[str] = Counter()  # of this rank since masters have changed
+        self._alone_since: Counts | None = None  # the ``at`` of the last use that this rank made alone
+        self._uses: Counter[str] = Counter()  # of this rank with the same ``at``
         self._uses_since: Counts | None = None
         self._answered = 0
         self._stop = threading.Event()
@@ -78,21 +78,22 @@ class OneSided:
 
     # -- uses ---------------------------------------------------------------------------------------------------------
 
-    def all_make(self, use: str, counts: Counts, *, withdraws: bool) -> bool:
+    def all_make(self, use: str, at: Counts, *, withdraws: bool) -> bool:
         """Return whether all ranks now make the use of parameters that the words ``use`` name. If so, all ranks return
         True. Otherwise this rank is alone, and may send no message for the use that other ranks would have to join.
-        ``counts``: of changes of masters. With ``withdraws`` False, raises StallError if other ranks do not come."""
+        ``at``: counts of changes of masters and of backwards. With ``withdraws`` False, raises StallError if the other
+        ranks do not come."""
         if self._group is None:
             return True
-        if self._uses_since != counts:
-            self._uses, self._uses_since = Counter(), counts
+        if self._uses_since != at:
+            self._uses, self._uses_since = Counter(), at
         self._uses[use] += 1
         if any(not work.is_completed() for work, *_ in self._withdrawn):
-            at_once = withdraws and (use in self._known or counts == self._alone_since)
+            at_once = withdraws and (use in self._known or at == self._alone_since)
             if at_once or not self._comes(self._withdrawn[-1][0], use, withdraws):
                 return self._is_alone(use)
         # With the number of the use: at another point of the program the same words name another use.
-        own = torch.tensor([zlib.crc32(f"{use} {counts} {self._uses[use]}".encode())])
+        own = torch.tensor([zlib.crc32(f"{use} {at} {self._uses[use]}".encode())])
         while True:
             first, comes = self._send(own), False
             try:

@@ -75,7 +75,7 @@ class Between:
         self._in_trainer = False
         self._calls_alone = False  # only some ranks make the outermost call that is under way
         self.kept: dict[Unit, dict[Bucket, Memory]] = {}
-        self._kept_at = reader.counts  # changes of masters when ``kept`` had their values
+        self._kept_at = reader.changes.counts  # changes of masters when ``kept`` had their values
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self.rounded: list[Bucket] = []
         self.in_run = self.rounds = False
@@ -376,8 +376,8 @@ class Between:
         )
         for bucket, slots in written:
             self._write(bucket, slots, memory[bucket])
-        self._writes.changes.were_made()
-        self._kept_at = self._reader.counts
+        self._reader.changes.were_made()
+        self._kept_at = self._reader.changes.counts
 
     def _still_kept(self) -> list[Unit]:
         """Drop memory of :attr:`kept` that users do not hold any more. Return the units that have some."""
@@ -389,7 +389,7 @@ class Between:
         """Update the masters of ``bucket`` after users' writes to the parameters at ``slots``."""
         for slot in slots if not bucket.plan.trainable else ():
             self._writes.note_rounded(bucket, bucket.params[slot])
-        with self._writes.changes.writing():
+        with self._reader.changes.writing():
             bucket.write_whole(memory.whole())
 
     @outside_autograd
@@ -401,12 +401,13 @@ class Between:
             self.shown = []
             for unit in dict.fromkeys(self._unit_of[bucket] for bucket in self.memory):
                 self._show(unit)
-        if self._kept_at != self._reader.counts:
+        # Between a backward and its step another rank may step already; the views are refreshed after the step.
+        if self._kept_at != self._reader.changes.counts and not self._reader.changes.step_follows:
             for unit in self._still_kept():
                 for bucket, memory in self.kept[unit].items():
                     self._fill(memory, self._read(bucket).full)
                     memory.checksums = memory.all_checksums()
-            self._kept_at = self._reader.counts
+            self._kept_at = self._reader.changes.counts
 
     def abort(self) -> None:
         """After an exception, undo :meth:`use` for all units. Store values that users have written, to be compared
@@ -466,7 +467,7 @@ class Between:
             for bucket, slots in slots_of.items():
                 if slots:
                     self._write(bucket, slots, self.memory[bucket])
-            self._writes.changes.were_made()
+            self._reader.changes.were_made()
         except BaseException:
             self.forget()
             raise

@@ -90,18 +90,15 @@ class ShardReader:
     """Reads masters from other ranks' shards, where only some ranks use parameters."""
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator, changes: Changes) -> None:
-        self._buckets, self._comm, self._changes = buckets, comm, changes
+        self._buckets, self._comm, self.changes = buckets, comm, changes
         self._messages = OneSided(comm, self._copy_of_shard)
         self._stream = comm.streams.accelerator.new_stream()
         self.listen = self._messages.listen
 
-    @property
-    def counts(self) -> Counts:
-        return self._changes.counts
-
     def all_make(self, use: str) -> bool:
         """Call :meth:`OneSided.all_make` for ``use``."""
-        return self._messages.all_make(use, self._changes.counts, withdraws=not self._changes.step_follows)
+        at = *self.changes.counts, self.changes.backwards
+        return self._messages.all_make(use, at, withdraws=not self.changes.step_follows)
 
     def read(self, bucket: Bucket) -> Tensor:
         """Return the masters [layout.numel] of ``bucket`` on the device, from all ranks' shards. Not collective. Raises
@@ -113,13 +110,13 @@ class ShardReader:
             full = torch.empty(bucket.layout.numel, dtype=master.dtype, device=self._comm.device)
             full[slice(*bucket.owned_range)].copy_(master)
         if others:
-            found = self._messages.ask([*others.values()], self._buckets.index(bucket), self._changes.counts)
+            found = self._messages.ask([*others.values()], self._buckets.index(bucket), self.changes.counts)
             for index, data in zip(others, found, strict=True):
                 full[slice(*bucket.plan.owned_range(index))].copy_(data.view(full.dtype))
         return full
 
     def _copy_of_shard(self, index: int, counts: Counts) -> Tensor:
-        bucket, limit_s, changes = self._buckets[index], self._comm.waits.stall_timeout_s, self._changes
+        bucket, limit_s, changes = self._buckets[index], self._comm.waits.stall_timeout_s, self.changes
         deadline, accelerator = time.monotonic() + limit_s, self._comm.streams.accelerator
         accelerator.bind_thread()
         while changes.counts <= counts and time.monotonic() < deadline:

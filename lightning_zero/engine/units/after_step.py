@@ -48,19 +48,19 @@ class Changes:
     """Counts changes of masters; see [Note: uses by some ranks alone].
 
     Attributes:
-        counts: steps that have begun; backwards, and changes that all ranks made together, since then; users' writes
-            since then.
+        counts: steps that have begun, changes since then that all ranks made together, users' writes since then.
+        backwards: backwards that have ended.
         event: event after the last change.
         step_follows: whether the gradients of a backward are reduced, and no step has begun since.
     """
 
-    step_follows = False
+    backwards, step_follows = 0, False
 
     def __init__(self, streams: Streams) -> None:
         self._streams, self.counts, self.event = streams, (0, 0, 0), streams.mark()
 
     def backward_ended(self, *, step_follows: bool) -> None:
-        self.counts, self.step_follows = (self.counts[0], self.counts[1] + 1, 0), step_follows
+        self.backwards, self.step_follows = self.backwards + 1, step_follows
 
     def were_made(self) -> None:
         """Called on all ranks after they have changed masters together, or have compared users' writes."""
