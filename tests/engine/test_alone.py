@@ -134,3 +134,20 @@ def test_values_of_two_steps_are_not_mixed() -> None:
     assert (
         "rank 1: code that only some ranks run reads parameters (embed.weight, ...), but this rank has changed" in said
     )
+
+
+def read_alone(stage: int) -> list[float]:
+    with asked_soon():
+        side = Sharded(Model(), stage=stage)
+        KEPT.append(side)
+        side.engine.passes.between.begin_run()
+        language_work(side, 0)
+        side.step()
+        alone = dist.get_rank() == 0 and side.module.head.weight.norm().item()
+        with lightning_zero.gather(side.module):
+            return [alone or 0.0, side.module.head.weight.norm().item()]
+
+
+def test_a_rank_alone_reads_what_all_read() -> None:
+    (alone, whole), _ = in_a_pool(read_alone, 3)
+    assert alone == pytest.approx(whole)
