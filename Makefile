@@ -102,7 +102,7 @@ mutants: $(STAMP) ## break the package in 60 places and see whether a test fails
 
 # torch's CUDA build on this CPU, without NVIDIA's libraries: 0.5 GB to download, 1.2 GB of disk (tests/cuda).
 CUDA_VENV ?= .venv-cuda
-CUDA_TESTS := tests/cuda tests/engine/test_parity.py tests/engine/test_offload.py
+CUDA_TESTS := tests/cuda tests/engine/test_parity.py tests/engine/test_offload.py tests/engine/test_alone.py
 
 test-cuda: $(STAMP) ## the engine and the Trainer on emulated GPUs
 	@if $(PY) -m tests.cuda.build $(CUDA_VENV); then rm -f $(CUDA_VENV)/said; \
