@@ -134,8 +134,10 @@ class OneSided:
         self._store.set(f"{self._prefix}/{number}", json.dumps([self._comm.rank, list(ranks), index, *counts]))
         self._store.delete_key(f"{self._prefix}/{number - KEPT}")
         for rank in ranks:
-            failed, nbytes = self._receive(rank, 2 * 8).view(torch.int64).tolist()
-            received = self._receive(rank, nbytes)
+            answers = -1
+            while answers != number:  # after an error, answers to an earlier request may not have been received
+                answers, failed, nbytes = self._receive(rank, 3 * 8).view(torch.int64).tolist()
+                received = self._receive(rank, nbytes)
             if failed:
                 raise RuntimeError(f"rank {rank}: {received.numpy().tobytes().decode()}")
             yield received
@@ -161,7 +163,7 @@ class OneSided:
 
     def answer_next(self) -> bool:
         """Answer the next request, if there is any. Return whether there was."""
-        key = f"{self._prefix}/{self._answered}"
+        number, key = self._answered, f"{self._prefix}/{self._answered}"
         if not self._store.check([key]):
             return False
         asker, ranks, index, *counts = json.loads(self._store.get(key))
@@ -172,7 +174,7 @@ class OneSided:
                 data = self._answer(index, tuple(counts)).view(torch.uint8)
             except Exception as error:
                 failed, data = True, torch.frombuffer(bytearray(str(error).encode() or b"?"), dtype=torch.uint8)
-            for part in (torch.tensor([failed, len(data)]).view(torch.uint8), *[data] * (len(data) > 0)):
+            for part in (torch.tensor([number, failed, len(data)]).view(torch.uint8), *[data] * (len(data) > 0)):
                 dist.send(part, group=self._group, group_dst=asker, tag=TAG)
         return True
 
