@@ -34,11 +34,11 @@ FSDP2 = Path(fsdp2.__file__).parent
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 BUDGETS = {
-    "lines of the package": 44_250,
+    "lines of the package": 44_260,
     "lines of the engine": 11_720,
     "files of the engine": 43,
     "lines of the longest file": 600,
-    "lines of tests": 44_530,
+    "lines of tests": 44_580,
     "pairs of folders of the engine that import each other": 0,
     "Any in the engine": 42,
     "private names of Lightning": 11,

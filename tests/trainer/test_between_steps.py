@@ -291,6 +291,26 @@ def test_rank_0_uses_weights_alone_as_under_ddp(act: Any, tmp_path: Path) -> Non
             assert_as(fit(strategy_of(row, tmp_path, **settings), tmp_path, seeded(make), count=12), expected, row)
 
 
+class StepsEachSecondBatch(Uses):
+    """By hand, so that a backward without a step comes before the hook."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@on_ranks(2)
+def test_rank_0_uses_weights_alone_after_a_batch_without_a_step(tmp_path: Path) -> None:
+    make = functools.partial(StepsEachSecondBatch, everything_but_writes_alone, ("on_train_batch_end",))
+    expected = fit("ddp", tmp_path, seeded(make), count=12)
+    with mock.patch.multiple(one_sided, PATIENCE_S=0.3, KNOWN_S=0.1, LISTEN_S=0.05):
+        assert_as(fit("zero3", tmp_path, seeded(make), count=12), expected, "zero3")
+
+
 def after_the_others(m: Any) -> Any:
     """A rank that is slow, and another one in each use, while the other does not wait for it."""
     if len(m.noted) % 2 == dist.get_rank():

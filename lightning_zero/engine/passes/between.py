@@ -86,7 +86,6 @@ class Between:
         ``in_trainer``: calls of the module outside of a scope do not train, so that ranks may make some of them alone.
         """
         self.in_run, self._thread, self._in_trainer = True, threading.get_ident(), in_trainer
-        self._reader.listen()
         self.plans_changed()
         self.pass_ends()
 
@@ -121,6 +120,8 @@ class Between:
     def plans_changed(self) -> None:
         self.rounds = self.in_run and any(b.dtypes.compute != b.dtypes.master for b in self._unit_of)
         self.rounded = [bucket for bucket in self._unit_of if bucket.rounds] if self.in_run else []
+        if self.rounded or (self.in_run and any(bucket.plan.reshards for bucket in self._unit_of)):
+            self._reader.listen()
 
     def pass_begins(self) -> None:
         """When a pass begins, let users' code see the compute parameters in :attr:`rounded` buckets."""

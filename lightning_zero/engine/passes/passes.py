@@ -207,6 +207,7 @@ class Passes:
             self.begin(key, evaluation=evaluation)
             yield
             self._scope, self._stepped = None, False
+            self.after_step.changes.step_follows = False  # a step by hand was made inside, if at all
             if evaluation or (self.between.in_run and (self.key is None or self._open.unused)):
                 self.end()
                 self.between.close()
